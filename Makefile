@@ -1,0 +1,35 @@
+# Every target makes .venv first and installs what it needs, with the versions that were tested.
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.PHONY: train test lint types format bench-bubble clean
+
+train: .venv/.installed
+	$(BIN)/slipstream train
+
+test: .venv/.installed
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-bubble: .venv/.installed
+	$(BIN)/python benchmarks/bubble.py
+
+clean:
+	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch first, and alone: the rest must not pull another build of it.
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@

@@ -1,0 +1,138 @@
+"""`Schedule`: which actions every stage plays, and what it promises about them (delay, versions, drift).
+
+    schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
+    for action in schedule.actions(stage=0): ...          # for ever; pass num_steps for a bounded one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+
+from . import generators
+from .action import Action, Op
+
+SCHEDULES = ("gpipe", "one_f_one_b", "two_bw", "pipedream", "paci")
+FLUSHING = ("gpipe", "one_f_one_b")
+DEPTHS = ("minimum", "double")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot exist, or that breaks a promise."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str
+    num_stages: int
+    num_microbatches: int
+    """Microbatches to a step, on every stage."""
+    num_steps: int | None = None
+    """None: for ever."""
+    depth: str = "minimum"
+    """two_bw: "double" keeps twice the warm-up forwards in flight, which hides link latency."""
+    sync_start_steps: int = 0
+    """Steps played as one_f_one_b before the schedule begins."""
+    global_update: bool = True
+    """An update waits for a sum over all stages (clipping, tied weights, the verdict on inf and nan)."""
+    evaluate_after: Collection[int] = field(default=())
+    """Steps after whose update the evaluation set passes through."""
+    num_evaluations: int = 0
+    """Microbatches of the evaluation set."""
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ScheduleError(f"schedule {self.name!r} is unknown: choose one of {', '.join(SCHEDULES)}")
+        if self.depth not in DEPTHS:
+            raise ScheduleError(f"depth {self.depth!r} is unknown: choose one of {', '.join(DEPTHS)}")
+        if self.depth == "double" and self.name != "two_bw":
+            raise ScheduleError(f"depth 'double' is made for two_bw, not for {self.name}: use depth 'minimum'")
+        if self.num_stages < 1:
+            raise ScheduleError(f"{self.num_stages} stages are too few: use at least 1")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ScheduleError(f"{self.num_steps} steps are too few: use at least 1")
+        if self.sync_start_steps < 0:
+            raise ScheduleError(f"{self.sync_start_steps} synchronous steps cannot be: use 0 or more")
+        if self.num_microbatches < self.min_microbatches:
+            raise ScheduleError(
+                f"{self.num_microbatches} microbatches are too few for {self.name} on {self.num_stages} stages "
+                f"at {self.depth} depth: use at least {self.min_microbatches}"
+            )
+
+    @property
+    def min_microbatches(self) -> int:
+        """two_bw: one more than the first stage's warm-up, or the update of batch t comes too late for batch t + 2."""
+        return self.warmup(0) + 1 if self.name == "two_bw" else 1
+
+    @property
+    def is_flushing(self) -> bool:
+        return self.name in FLUSHING
+
+    def warmup(self, stage: int) -> int:
+        """two_bw: forwards in flight ahead of the first backward."""
+        return (self.num_stages - 1 - stage) * (2 if self.depth == "double" else 1)
+
+    def delay(self, stage: int) -> int:
+        """How many updates the weights a batch runs on lie behind those its gradient is applied to."""
+        return {"two_bw": 1, "pipedream": self.num_stages - 1 - stage}.get(self.name, 0)
+
+    def num_versions(self, stage: int) -> int:
+        """How many weight versions the stage has to keep."""
+        return self.delay(stage) + 1
+
+    def max_drift(self, stage: int) -> int:
+        """PACI: the most updates a microbatch may cross between its forward and its backward; elsewhere none."""
+        return -(-(self.num_stages - 1 - stage) // self.num_microbatches) if self.name == "paci" else 0
+
+    def horizon(self, stage: int, step: int) -> int:
+        """How many updates ahead of itself the version written by step's update will be used: 0 while synchronous."""
+        return 0 if step < self.sync_start_steps else self.delay(stage)
+
+    def actions(self, stage: int) -> Iterator[Action]:
+        num_sync = self.sync_start_steps if self.num_steps is None else min(self.sync_start_steps, self.num_steps)
+        num_steps = None if self.num_steps is None else self.num_steps - num_sync
+        make: dict[str, Callable[..., Iterator[Action]]] = {
+            "gpipe": generators.gpipe,
+            "one_f_one_b": generators.one_f_one_b,
+            "two_bw": partial(generators.two_bw, warmup=self.warmup(stage)),
+            "pipedream": generators.pipedream,
+            "paci": generators.paci,
+        }
+        shape = (stage, self.num_stages, self.num_microbatches)
+        start = generators.one_f_one_b(*shape, num_steps=num_sync, first_step=0)
+        rest = make[self.name](*shape, num_steps=num_steps, first_step=num_sync) if num_steps != 0 else iter(())
+        actions = chain(start, rest)
+        return self._with_evaluations(actions, stage) if self.num_evaluations and self.evaluate_after else actions
+
+    def _with_evaluations(self, actions: Iterator[Action], stage: int) -> Iterator[Action]:
+        """Lets the evaluation set pass through between two microbatches, without a drain.
+
+        After step t, every stage holds the weights of t + 1 updates when the first microbatch of the first batch that
+        knows them comes by: that is where the set goes in, at the same place among the forwards of every stage. Near
+        the end no such batch comes; there it goes in before the next update. pipedream and paci have no moment at which
+        all stages hold the same number of updates: they evaluate what each stage has when the next batch comes by.
+        """
+        pending: list[int] = []
+        due = sorted(set(self.evaluate_after))
+        consistent = self.name not in ("pipedream", "paci")
+
+        def evaluate(steps: list[int]) -> Iterator[Action]:
+            for step in steps:
+                for microbatch in range(self.num_evaluations):
+                    yield Action(stage, Op.EVALUATE, microbatch, step + 1)
+
+        for action in actions:
+            if action.op is Op.FORWARD and action.microbatch % self.num_microbatches == 0:
+                step = action.microbatch // self.num_microbatches
+                known = [t for t in due if t + 1 + (self.horizon(stage, t) if consistent else 0) <= step]
+                yield from evaluate(known)
+                due = [t for t in due if t not in known]
+            elif action.op is Op.UPDATE and consistent:
+                pending = [t for t in due if t + 1 < action.version]
+                yield from evaluate(pending)
+                due = [t for t in due if t not in pending]
+            yield action
+        if self.num_steps is not None:
+            yield from evaluate([t for t in due if t < self.num_steps])
