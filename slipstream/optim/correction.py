@@ -1,0 +1,87 @@
+"""Error feedback: which weights the next batch should run with, given how the master weights just moved.
+
+The correction comes after the optimizer, on the finished update, so every optimizer gets it. The paper
+(arXiv:2606.30634) corrects the delayed step with the previous update, which it has to store:
+
+    x[t+1] = x[t] - u[t-1] - lam (u[t-1] - u[t-2])
+
+That is the same as predicting one step ahead of the undelayed iterate z, which needs no stored update:
+
+    z[t+1] = z[t] - u[t]              u[t] built from the gradient at x[t]
+    x[t+2] = z[t+1] - lam u[t]        written into the weight version that x[t] leaves free
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def predict(working: Sequence[Tensor], master: Sequence[Tensor], coefficient: float) -> None:
+    """Turn z[t], held by `working`, into x = z[t+1] - coefficient * u[t], with z[t+1] in `master`.
+
+    u[t] = z[t] - z[t+1], where z[t] is the master before the update but after weight decay, so that decay is
+    never extrapolated. Both sides have the master's dtype: z[t] rounded to bf16 would lose the update. With
+    coefficient 0 `working` becomes a copy of `master`.
+    """
+    for x, z in zip(working, master, strict=True):
+        # lerp with a weight w >= 1/2 is end - (end - start) (1 - w), so with w = 1 + lam:
+        # x <- z[t+1] + lam (z[t+1] - z[t])
+        x.lerp_(z, 1 + coefficient)
+
+
+@torch.no_grad()
+def update_products(
+    current: Iterable[tuple[Tensor, Tensor]],
+    previous: Iterable[tuple[Tensor, Tensor]],
+    *,
+    current_scale: float = 1.0,
+    previous_scale: float = 1.0,
+) -> Tensor:
+    """<u,u'>, <u,u> and <u',u'> of consecutive updates u = u[t] and u' = u[t-1]: 3 float64 on the device.
+
+    For every parameter `current` and `previous` yield (before, after); its update is scale (before - after).
+    The scale lets u' be read off a predicted copy (x - z = -lam u'). Products of several stages add up;
+    without parameters they are zeros on the CPU. No more than one parameter at a time is held in float64.
+    """
+    partial_products = []
+    for (before, after), (previous_before, previous_after) in zip(current, previous, strict=True):
+        u = _difference(before, after)
+        v = _difference(previous_before, previous_after)
+        partial_products.append(torch.stack([u.dot(v), u.dot(u), v.dot(v)]))
+    if not partial_products:
+        return torch.zeros(3, dtype=torch.float64)
+    cross, own, other = torch.stack(partial_products).sum(dim=0).unbind()
+    return torch.stack(
+        [cross * (current_scale * previous_scale), own * current_scale**2, other * previous_scale**2]
+    )
+
+
+def _difference(before: Tensor, after: Tensor) -> Tensor:
+    """before - after, flat and in float64, which keeps every digit of nearly equal bf16 or fp32 numbers."""
+    return before.to(torch.float64, copy=True).sub_(after).flatten()
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How well one update foretells the next: error feedback pays off while the cosine is above 1/2."""
+
+    cosine: float
+    """Between u[t] and u[t-1]."""
+    best_coefficient: float
+    """The lam that would have predicted u[t] from u[t-1] best: <u[t], u[t-1]> / |u[t-1]|^2."""
+
+    @classmethod
+    def from_products(cls, products: Sequence[float]) -> Alignment:
+        """From the sums of `update_products`; nan where an update is zero."""
+        cross, own, other = products
+        lengths = math.sqrt(own) * math.sqrt(other)
+        return cls(
+            cosine=cross / lengths if lengths > 0 else math.nan,
+            best_coefficient=cross / other if other > 0 else math.nan,
+        )

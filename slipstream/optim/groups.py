@@ -1,0 +1,121 @@
+"""Which parameter gets which optimizer.
+
+A `Group` is a recipe: it names an optimizer and the parameters it wants, before any stage exists. Every
+stage applies the same list of groups to what it holds, so a group's gradient norm can be summed over stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from .optimizer import AdamW, Muon
+
+
+def everything(name: str, parameter: Tensor) -> bool:
+    return True
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """A hidden matrix or a stack of them; embeddings and heads are told apart by their module's name."""
+    return parameter.ndim in (2, 3) and not {"embedding", "head"} & set(name.split("."))
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    """Any torch optimizer: `partial(torch.optim.SGD, lr=0.1)`. Its own weight decay would be extrapolated."""
+    match: Callable[[str, Tensor], bool] = everything
+    """Called with a parameter's name and the parameter; the first group that matches takes it."""
+    weight_decay: float = 0.0
+    """Decoupled; acts on the master weights and is never extrapolated by error feedback."""
+    error_feedback: float = 0.0
+    """Coefficient of the correction (lam of the paper); 0 is plain delay."""
+    clip_norm: float | None = None
+    """Gradients of this group are scaled down to this norm, taken over all stages. A norm shared with other
+    groups could push matrices under Newton-Schulz's epsilon and stall them."""
+
+    def __post_init__(self) -> None:
+        for field in ("weight_decay", "error_feedback"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field} of group {self.name!r} is {getattr(self, field)}: use 0 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(
+                f"clip_norm of group {self.name!r} is {self.clip_norm}: use more than 0, or None"
+            )
+
+
+def assign(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]
+) -> list[tuple[Group, list[tuple[str, nn.Parameter]]]]:
+    """Give every parameter, in order, to the first group that matches; a group may stay empty on a stage."""
+    names = [group.name for group in groups]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{names.count(name)} groups are called {name!r}: give every group a name of its own"
+            )
+    assigned: list[tuple[Group, list[tuple[str, nn.Parameter]]]] = [(group, []) for group in groups]
+    for name, parameter in named_parameters:
+        for group, members in assigned:
+            if group.match(name, parameter):
+                members.append((name, parameter))
+                break
+        else:
+            raise ValueError(
+                f"no group matches parameter {name!r} of shape {tuple(parameter.shape)}: "
+                f"add a group that does, or end the list with one that matches everything"
+            )
+    return assigned
+
+
+class Hyperparameters(TypedDict, total=False):
+    """What `muon_and_adamw` passes on; the defaults are those of `Muon` and `AdamW`, written there alone."""
+
+    muon_beta: float
+    muon_nesterov: bool
+    muon_ns_steps: int
+    muon_ns_dtype: torch.dtype
+    muon_scale: str
+    adamw_beta1: float
+    adamw_beta2: float
+    adamw_eps: float
+    adamw_nesterov: bool
+
+
+def muon_and_adamw(
+    *,
+    muon_lr: float,
+    adamw_lr: float,
+    weight_decay: float = Group.weight_decay,
+    error_feedback: float = Group.error_feedback,
+    clip_norm: float | None = Group.clip_norm,
+    **hyperparameters: Unpack[Hyperparameters],
+) -> list[Group]:
+    """The usual two groups: Muon for hidden matrices, AdamW for the rest.
+
+    `muon_lr=0.02` is Muon's `lr`, `adamw_beta1=0.9` is AdamW's `beta1`, and so on for every field of
+    `Hyperparameters`; what is left out takes the constructor's default. Weight decay, error feedback and
+    clipping are the same for both groups, though each is clipped on its own norm; `dataclasses.replace` makes
+    them differ.
+    """
+    unknown = sorted(hyperparameters.keys() - Hyperparameters.__annotations__.keys())
+    if unknown:
+        known = ", ".join(Hyperparameters.__annotations__)
+        raise TypeError(f"muon_and_adamw takes no {', '.join(unknown)}: choose from {known}")
+
+    def chosen(prefix: str) -> dict[str, Any]:
+        items = hyperparameters.items()
+        return {key.removeprefix(prefix): value for key, value in items if key.startswith(prefix)}
+
+    group = partial(Group, weight_decay=weight_decay, error_feedback=error_feedback, clip_norm=clip_norm)
+    return [
+        group("matrices", partial(Muon, lr=muon_lr, **chosen("muon_")), is_matrix),
+        group("rest", partial(AdamW, lr=adamw_lr, **chosen("adamw_"))),
+    ]

@@ -1,0 +1,92 @@
+"""Learning-rate schedules: a multiplier of the peak learning rate for every update index, in plain Python.
+
+    multiplier = cosine(warmup_steps=100, total_steps=1000, final_fraction=0.1)
+    lr = peak_lr * multiplier(update)          # update counts from 0
+
+The index is that of the update, not of the batch in flight. Warm-up rises linearly from 1 / warmup_steps,
+never from zero, so that the first update counts; from `total_steps` on it stays at `final_fraction`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+
+Multiplier = Callable[[int], float]
+
+
+def constant(warmup_steps: int) -> Multiplier:
+    _check(warmup_steps)
+    return lambda step: _warmup(step, warmup_steps)
+
+
+def cosine(warmup_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
+    """Half a cosine from the end of the warm-up to `total_steps`."""
+    _check(warmup_steps, total_steps - warmup_steps, total_steps, final_fraction)
+
+    def multiplier(step: int) -> float:
+        left = 0.5 * (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps)))
+        return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * left)
+
+    return multiplier
+
+
+def linear(warmup_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
+    """A straight line from the end of the warm-up to `total_steps`."""
+    return wsd(warmup_steps, total_steps - warmup_steps, total_steps, final_fraction)
+
+
+def wsd(warmup_steps: int, decay_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
+    """Warm-up, stable, decay: at the peak until the last `decay_steps`, then a straight line."""
+    _check(warmup_steps, decay_steps, total_steps, final_fraction)
+
+    def multiplier(step: int) -> float:
+        left = 1 - _progress(step, total_steps - decay_steps, total_steps)
+        return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * left)
+
+    return multiplier
+
+
+def learning_rate_schedule(
+    name: str, *, warmup_steps: int, total_steps: int, decay_steps: int, final_fraction: float
+) -> Multiplier:
+    """Pick a schedule by name; `decay_steps` is read by wsd alone, and constant reads only `warmup_steps`."""
+    if name == "constant":
+        return constant(warmup_steps)
+    if name == "cosine":
+        return cosine(warmup_steps, total_steps, final_fraction)
+    if name == "linear":
+        return linear(warmup_steps, total_steps, final_fraction)
+    if name == "wsd":
+        return wsd(warmup_steps, decay_steps, total_steps, final_fraction)
+    raise ValueError(f"learning-rate schedule {name!r} is unknown: choose one of {', '.join(SCHEDULES)}")
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """0 up to `start`, 1 from `end` on."""
+    if step >= end:
+        return 1.0
+    return (step - start) / (end - start) if step > start else 0.0
+
+
+def _check(
+    warmup_steps: int, decay_steps: int = 0, total_steps: int | None = None, final_fraction: float = 1.0
+) -> None:
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}: use 0 or more")
+    if total_steps is not None and total_steps < warmup_steps:
+        raise ValueError(f"total_steps is {total_steps}: use at least the {warmup_steps} of warmup_steps")
+    if decay_steps < 0:
+        raise ValueError(f"decay_steps is {decay_steps}: use 0 or more")
+    if total_steps is not None and warmup_steps + decay_steps > total_steps:
+        raise ValueError(
+            f"decay_steps is {decay_steps}: use at most the {total_steps - warmup_steps} that warm-up leaves"
+        )
+    if not 0 <= final_fraction <= 1:
+        raise ValueError(f"final_fraction is {final_fraction}: use a value from 0 to 1")

@@ -1,0 +1,126 @@
+"""The update rules: a gradient and the rule's own state in, the complete update out.
+
+An optimizer turns a delayed gradient into an update, and this is where it happens. Every rule returns u such
+that new = old - u, learning rate included; decoupled weight decay is not part of u. A rule writes its own
+state and nothing else: never the gradient, which under delay someone may still hold, and no parameter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SCALES = ("spectral", "match_rms_adamw")
+NS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def newton_schulz(
+    matrices: Tensor,  # (rows, cols) or (n, rows, cols)
+    steps: int = 5,
+    dtype: torch.dtype = torch.float32,
+    eps: float = 1e-7,
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+) -> Tensor:
+    """Orthogonalise each matrix on its own: U S V^T becomes about U V^T.
+
+    Keller Jordan's quintic iteration (https://kellerjordan.github.io/posts/muon). Its coefficients give the
+    steepest slope at zero, not convergence: singular values end up between 0.68 and 1.21, those that are tiny
+    beside the matrix's norm below. `dtype` is that of the iteration, the result has the dtype of `matrices`.
+    In bf16 a gradient sum taken in another order moves the result by 4e-3, so schedules can only be compared
+    in fp32 or fp64. A matrix whose norm is below `eps` is taken for noise: its result shrinks with it.
+    """
+    if matrices.ndim not in (2, 3):
+        raise ValueError(
+            f"a tensor of shape {tuple(matrices.shape)} is no matrix: pass (rows, cols) or (n, rows, cols)"
+        )
+    a, b, c = coefficients
+    rows, cols = matrices.shape[-2:]
+    X = matrices.to(dtype).reshape(-1, rows, cols)
+    # The Gram matrix X X^T is the small one only if X is wide.
+    if rows > cols:
+        X = X.mT
+    # X <- X / |X|_F, which bounds every singular value by 1
+    X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        # X <- a X + (b A + c A A) X with A = X X^T
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    if rows > cols:
+        X = X.mT
+    return X.reshape(matrices.shape).to(matrices.dtype)
+
+
+def momentum_direction(gradient: Tensor, momentum: Tensor, *, beta: float, nesterov: bool) -> Tensor:
+    """Advance the momentum by one gradient; what comes back may be the momentum itself: do not write it."""
+    # m <- beta m + (1 - beta) g
+    momentum.lerp_(gradient, 1 - beta)
+    # Nesterov looks one step ahead: beta m + (1 - beta) g
+    return gradient.lerp(momentum, beta) if nesterov else momentum
+
+
+def orthogonal_update(
+    direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str
+) -> Tensor:
+    """u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them."""
+    rows, cols = direction.shape[-2:]
+    return newton_schulz(direction, ns_steps, ns_dtype).mul_(lr * shape_scale(scale, rows, cols))
+
+
+def shape_scale(scale: str, rows: int, cols: int) -> float:
+    """What makes one learning rate serve matrices of all shapes.
+
+    spectral         sqrt(max(1, rows / cols)), Keller Jordan's; "original" in torch.optim.Muon
+    match_rms_adamw  0.2 sqrt(max(rows, cols)): updates as large as AdamW's usually are (arXiv:2502.16982)
+    """
+    if scale == "spectral":
+        return math.sqrt(max(1, rows / cols))
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    raise ValueError(f"scale {scale!r} is unknown: choose one of {', '.join(SCALES)}")
+
+
+def muon_update(
+    gradient: Tensor,  # (rows, cols) or (n, rows, cols)
+    momentum: Tensor,  # same shape, written
+    *,
+    lr: float,
+    beta: float,
+    nesterov: bool,
+    ns_steps: int,
+    ns_dtype: torch.dtype,
+    scale: str,
+) -> Tensor:
+    """Muon with its momentum as a moving average, in the convention of torch.optim.Muon."""
+    direction = momentum_direction(gradient, momentum, beta=beta, nesterov=nesterov)
+    return orthogonal_update(direction, lr=lr, ns_steps=ns_steps, ns_dtype=ns_dtype, scale=scale)
+
+
+def adamw_update(
+    gradient: Tensor,
+    mean: Tensor,  # m, written
+    square: Tensor,  # v, written
+    *,
+    step: int,  # t, counted from 1
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    nesterov: bool,
+) -> Tensor:
+    """Adam without its weight decay.
+
+    u = lr n / (sqrt(v / (1 - beta2^t)) + eps) with n = m / (1 - beta1^t). With `nesterov`
+    n = (beta1 m + (1 - beta1) g) / (1 - beta1^t): one step ahead as in NAdam, without its schedule for beta1.
+    The operations stand in the order of torch.optim.AdamW(foreach=False): old - u has its bits on a CPU.
+    """
+    # m <- beta1 m + (1 - beta1) g
+    mean.lerp_(gradient, 1 - beta1)
+    # v <- beta2 v + (1 - beta2) g^2
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    numerator = gradient.lerp(mean, beta1) if nesterov else mean
+    # sqrt(v / (1 - beta2^t)) + eps
+    denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
+    # u = lr numerator / (1 - beta1^t) / denominator
+    return numerator.mul(lr / (1 - beta1**step)).div_(denominator)

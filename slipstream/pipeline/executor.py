@@ -1,0 +1,321 @@
+"""Plays one stage's actions: for each action, its handler.
+
+The executor knows nothing of schedules but the actions it is handed, in order. It looks a few actions ahead only to
+announce the messages they will need, so that those arrive while it computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.correction import Alignment
+from ..optim.groups import Group
+from ..schedule import Action, Op, Schedule
+from .clock import Clock
+from .comm import Message, PeerLost, Transport
+from .reduction import Reduction, Sums
+from .update import Updater
+from .versions import WeightVersions
+
+LOOKAHEAD = 6
+"""Actions. Two slots and a half: enough for both directions, and no more buffers than that."""
+
+Data = Callable[[int, int], tuple[Any, Any]]
+"""(step, microbatch within it) -> (inputs, targets)"""
+Loss = Callable[[Any, Any], Tensor]
+"""(outputs of the last layer, targets) -> scalar"""
+
+
+class NonFiniteError(RuntimeError):
+    """An inf or a nan in the loss or in a gradient; raised by every stage in the same step."""
+
+
+class PipelineError(RuntimeError):
+    """The run cannot go on because a stage failed; the message says which, and what was waited for."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is known once a step's update has been made. The same on every stage that takes part in the reduction."""
+
+    step: int
+    loss: float
+    """Of the batch, at the weights it ran with."""
+    gradient_norms: dict[str, float]
+    """Per group, before clipping."""
+    learning_rates: dict[str, float]
+    alignments: dict[str, Alignment]
+    """Per group, of the two updates before this one."""
+    skipped: bool
+    """An inf or a nan was seen, and the update left out."""
+    delay: int
+    """Updates made on this stage between the forward of the batch's first microbatch and this update, less its own."""
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The evaluation set's loss at the masters; known on the last stage."""
+
+    step: int
+    loss: float | None
+
+
+@dataclass
+class InFlight:
+    microbatch: int
+    version: int
+    inputs: Message
+    outputs: Message
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, apart from how: the same on every stage."""
+
+    data: Data
+    loss: Loss
+    loss_scale: Callable[[int], float]
+    """By step: what a microbatch's loss is multiplied by, so that a step's losses add up to the batch's loss."""
+    evaluation: Callable[[int], tuple[Any, Any]] | None = None
+    evaluation_scale: float = 1.0
+    skip_non_finite: bool = False
+    """Leave an update out when inf or nan shows up, instead of raising."""
+
+
+class Executor:
+    def __init__(
+        self,
+        transport: Transport,
+        schedule: Schedule,
+        versions: WeightVersions,
+        updater: Updater,
+        groups: Sequence[Group],
+        tied: dict[str, tuple[int, ...]],
+        task: Task,
+        device: torch.device,
+    ) -> None:
+        self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
+        self._groups, self._tied, self._task, self._device = groups, tied, task, device
+        self._is_first = transport.stage == 0
+        self._is_last = transport.stage == transport.num_stages - 1
+        self._handlers = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.UPDATE: self._update,
+            Op.EVALUATE: self._evaluate,
+        }
+        self.clock = Clock(device, schedule.sync_start_steps, schedule.num_microbatches)
+        self._in_flight: deque[InFlight] = deque()
+        self._batch_loss: Tensor | None = None
+        self._evaluation_loss: Tensor | None = None
+        self._reduction: Reduction | None = None
+        self._first_read: dict[int, int] = {}
+        self.peak_in_flight = 0
+        self.peak_versions = 1
+        self.action: Action | None = None
+        """What is being played, for whoever asks what the stage is at."""
+
+    def play(self, actions: Iterable[Action]) -> Iterator[StepReport | EvaluationReport]:
+        ahead: deque[Action] = deque()
+        try:
+            for action in actions:
+                self._expect(action)
+                ahead.append(action)
+                if len(ahead) > LOOKAHEAD:
+                    yield from self._play(ahead.popleft())
+            while ahead:
+                yield from self._play(ahead.popleft())
+            self._transport.flush()
+            self.clock.finish()
+        except PeerLost as lost:
+            raise PipelineError(self._transport.fail(str(lost))) from lost
+        except NonFiniteError as error:
+            self._transport.fail(str(error))
+            raise
+        except Exception as error:
+            where = f"stage {self._transport.stage} failed at {self.action}"
+            self._transport.fail(f"{where} with {type(error).__name__}: {error}")
+            raise
+
+    def _play(self, action: Action) -> Iterator[StepReport | EvaluationReport]:
+        self.action = action
+        report = self._handlers[action.op](action)
+        if self._reduction is not None:
+            self._reduction.poll()
+        if report is not None:
+            yield report
+
+    def _expect(self, action: Action) -> None:
+        if action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
+            self._transport.forward_in.expect(_kind(action))
+        elif action.op is Op.BACKWARD and not self._is_last:
+            self._transport.backward_in.expect(_kind(action))
+
+    # ---- the four actions
+
+    def _forward(self, action: Action) -> None:
+        step, microbatch = divmod(action.microbatch, self._schedule.num_microbatches)
+        if microbatch == 0:
+            self._first_read[step] = action.version
+        inputs, targets = self._read(action, lambda: self._task.data(step, microbatch))
+        if not self._is_first:
+            for tensor in _differentiable(inputs):
+                tensor.requires_grad_()
+        self.clock.start()
+        outputs = self._versions.module(action.version)(_unpack(inputs))
+        if self._is_last:
+            loss = self._task.loss(outputs, targets) * self._task.loss_scale(step)
+            self._batch_loss = loss.detach() if self._batch_loss is None else self._batch_loss + loss.detach()
+            outputs = loss
+        message = _pack(outputs)
+        if not self._is_last:
+            self._transport.forward_out.send(_kind(action), tuple(tensor.detach() for tensor in message))
+        self._in_flight.append(InFlight(action.microbatch, action.version, inputs, message))
+        self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+        self.clock.stop(action)
+
+    def _backward(self, action: Action) -> None:
+        flight = self._in_flight.popleft()
+        assert flight.microbatch == action.microbatch, f"{action} finds microbatch {flight.microbatch} in flight"
+        pairs: list[tuple[Tensor, Tensor | None]] = [(flight.outputs[0], None)]
+        if not self._is_last:
+            gradients = self._transport.backward_in.take(lambda: f"the gradient of {action}")
+            pairs = list(zip(_differentiable(flight.outputs), gradients, strict=True))
+        self.clock.start()
+        pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        if not self._is_first:
+            inputs = _differentiable(flight.inputs)
+            message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
+            self._transport.backward_out.send(_kind(action), message)
+        if (action.microbatch + 1) % self._schedule.num_microbatches == 0:
+            self._begin_reduction(flight.version)
+        self.clock.stop(action)
+
+    def _begin_reduction(self, version: int) -> None:
+        assert self._reduction is None, "a batch ended before the update of the one before it"
+        gradients = self._versions.take_gradients(version)
+        for name in self._tied:
+            gradients.setdefault(name, torch.zeros_like(self._versions.masters[name]))
+        self._reduction = Reduction(
+            transport=self._transport,
+            group_names=[group.name for group in self._groups],
+            group_of=self._updater.group_of,
+            tied=self._tied,
+            gradients=gradients,
+            loss=self._batch_loss,
+            products=self._updater.products,
+            is_global=self._schedule.global_update,
+        )
+        self._batch_loss = None
+
+    def _update(self, action: Action) -> StepReport:
+        step = action.version - 1
+        reduction, self._reduction = self._reduction, None
+        assert reduction is not None, f"{action} comes before the end of its batch"
+        sums = reduction.finish(lambda: f"the sums over stages that {action} needs")
+        self.clock.start()
+        learning_rates = self._updater.learning_rates(step)
+        delay = step - self._first_read.pop(step)
+        if sums.non_finite is None:
+            horizon = self._schedule.horizon(self._transport.stage, step)
+            self._updater.apply(step, reduction.gradients, self._clip_scales(sums), horizon)
+        elif self._task.skip_non_finite:
+            self._updater.skip()
+        else:
+            raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
+        if self._versions.num_versions > 1:
+            live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
+            self.peak_versions = max(self.peak_versions, len(live))
+        self.clock.stop(action)
+        return StepReport(
+            step=step,
+            loss=sums.loss,
+            gradient_norms={
+                group.name: square**0.5 for group, square in zip(self._groups, sums.squared_norms, strict=True)
+            },
+            learning_rates=learning_rates,
+            alignments={
+                group.name: Alignment.from_products(products)
+                for group, products in zip(self._groups, sums.products, strict=True)
+            },
+            skipped=sums.non_finite is not None,
+            delay=delay,
+        )
+
+    def _clip_scales(self, sums: Sums) -> list[float]:
+        return [
+            1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (square**0.5 + 1e-6))
+            for group, square in zip(self._groups, sums.squared_norms, strict=True)
+        ]
+
+    def _evaluate(self, action: Action) -> EvaluationReport | None:
+        evaluation = self._task.evaluation
+        assert evaluation is not None, f"{action} finds no evaluation set"
+        inputs, targets = self._read(action, lambda: evaluation(action.microbatch))
+        self.clock.start()
+        module = self._versions.master_module()
+        with torch.no_grad(), _evaluating(module):
+            outputs = module(_unpack(inputs))
+            if self._is_last:
+                loss = self._task.loss(outputs, targets) * self._task.evaluation_scale
+                self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
+            else:
+                self._transport.forward_out.send(_kind(action), _pack(outputs))
+        self.clock.stop(action)
+        if action.microbatch < self._schedule.num_evaluations - 1:
+            return None
+        total, self._evaluation_loss = self._evaluation_loss, None
+        return EvaluationReport(action.version - 1, None if total is None else total.item())
+
+    # ---- what goes in and out
+
+    def _read(self, action: Action, data: Callable[[], tuple[Any, Any]]) -> tuple[Message, Any]:
+        """The first stage reads inputs, the last one targets, the others neither."""
+        inputs, targets = self._on_device(data()) if self._is_first or self._is_last else (None, None)
+        if self._is_first:
+            return _pack(inputs), targets
+        return self._transport.forward_in.take(lambda: f"the activations of {action}"), targets
+
+    def _on_device(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self._device, non_blocking=True)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._on_device(item) for item in value)
+        return value
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Puts a module into evaluation mode for a moment; what was in it before stays so."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+def _kind(action: Action) -> str:
+    return "evaluation" if action.op is Op.EVALUATE else "training"
+
+
+def _differentiable(message: Message) -> list[Tensor]:
+    return [tensor for tensor in message if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _pack(value: Tensor | Sequence[Tensor]) -> Message:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _unpack(message: Message) -> Tensor | Message:
+    return message[0] if len(message) == 1 else message

@@ -1,0 +1,221 @@
+"""Starts the stages: one process each on this machine, one thread each in this process, or the world torchrun made.
+
+`launch(worker, num_stages)` calls `worker(transport)` once per stage and returns what the workers returned, by stage. A
+stage that fails or dies ends all of them, with one message.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .comm import ProcessTransport, ThreadWorld, Transport
+from .executor import PipelineError
+
+Result = TypeVar("Result")
+Worker = Callable[[Transport], Result]
+
+GRACE_SECONDS = 5.0
+"""How long the other stages get to notice a failure and say what they waited for."""
+
+
+class StageFailure(RuntimeError):
+    """A stage failed; `details` holds its traceback, if it left one."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(
+    worker: Worker[Result],
+    num_stages: int,
+    *,
+    threads: bool = False,
+    device: torch.device | str = "cpu",
+    timeout_seconds: float = 300.0,
+    start_method: str | None = None,
+) -> list[Result]:
+    """threads: stages as threads of this process. start_method: of processes; fork where that is safe, else spawn.
+
+    Under torchrun this process is one stage of the world it is given, and the list holds its result alone."""
+    device = torch.device(device)
+    if threads:
+        return _launch_threads(worker, num_stages, timeout_seconds)
+    if under_torchrun():
+        return [_join_torchrun(worker, num_stages, device, timeout_seconds)]
+    return _launch_processes(worker, num_stages, device, timeout_seconds, start_method)
+
+
+# ---- torchrun
+
+
+def _join_torchrun(worker: Worker[Result], num_stages: int, device: torch.device, timeout_seconds: float) -> Result:
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+    if world_size != num_stages:
+        raise StageFailure(
+            f"torchrun started {world_size} processes for {num_stages} stages: give --nproc-per-node and stages the same"
+            " total"
+        )
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return _run_stage(worker, store, rank, world_size, device, timeout_seconds)
+
+
+def _run_stage(
+    worker: Worker[Result], store: dist.Store, rank: int, num_stages: int, device: torch.device, timeout_seconds: float
+) -> Result:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_stages, timeout=timeout)
+    transport = ProcessTransport(dist.PrefixStore("slipstream", store), device, timeout_seconds)
+    try:
+        result = worker(transport)
+    except Exception as error:
+        transport.fail(f"stage {rank} failed with {type(error).__name__}: {error}")
+        raise
+    transport.close()
+    return result
+
+
+# ---- one process per stage
+
+
+def _launch_processes(
+    worker: Worker[Result], num_stages: int, device: torch.device, timeout_seconds: float, start_method: str | None
+) -> list[Result]:
+    if start_method is None:
+        start_method = "fork" if sys.platform == "linux" and device.type == "cpu" else "spawn"
+    context = multiprocessing.get_context(start_method)
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for stage in range(num_stages):
+            ours, theirs = context.Pipe()
+            process = context.Process(  # type: ignore[attr-defined]
+                target=_process_main,
+                args=(worker, stage, num_stages, device, timeout_seconds, theirs),
+                name=f"stage {stage}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        # Here and not in a stage, so that the word a dying stage leaves outlives it; and after the fork, which must
+        # not copy the store's threads.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in pipes:
+            pipe.send(store.port)
+        return _collect(processes, pipes, store)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _process_main(
+    worker: Worker[Any], stage: int, num_stages: int, device: torch.device, timeout_seconds: float, pipe: Connection
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
+    try:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timedelta(seconds=timeout_seconds))
+        if device.type == "cuda":
+            device = torch.device("cuda", stage % torch.cuda.device_count())
+        result = _run_stage(worker, store, stage, num_stages, device, timeout_seconds)
+        pipe.send(("result", pickle.dumps(result), ""))
+    except BaseException as error:
+        pipe.send(("failure", str(error), "" if isinstance(error, PipelineError) else traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a process group with a lost peer may hang in its destructor
+
+
+def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, tuple[str, str]] = {}
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline: float | None = None
+    while open_pipes:
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(open_pipes), remaining)
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            stage = open_pipes.pop(pipe)
+            try:
+                kind, value, details = pipe.recv()
+            except EOFError:
+                processes[stage].join()
+                kind, value, details = "failure", _cause_of_death(stage, processes[stage].exitcode), ""
+            if kind == "result":
+                results[stage] = pickle.loads(value)
+            else:
+                failures[stage] = value, details
+                deadline = deadline or time.monotonic() + GRACE_SECONDS
+    if not failures:
+        return [results[stage] for stage in range(len(processes))]
+    raise _summarise(failures, store)
+
+
+def _cause_of_death(stage: int, exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"stage {stage} was killed by {signal.Signals(-exit_code).name}"
+    return f"stage {stage} left without a word (exit code {exit_code})"
+
+
+def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> StageFailure:
+    """One message: what happened first, and how a stage died if it could not say so itself."""
+    key = "slipstream/slipstream/failure"
+    first = store.get(key).decode() if store.check([key]) else next(iter(failures.values()))[0]
+    deaths = [message for message, _ in failures.values() if " was killed by " in message or " without a word" in message]
+    details = next((details for _, details in failures.values() if details), "")
+    return StageFailure("; ".join([*(d for d in deaths if d not in first), first]), details)
+
+
+# ---- one thread per stage
+
+
+def _launch_threads(worker: Worker[Result], num_stages: int, timeout_seconds: float) -> list[Result]:
+    world = ThreadWorld(num_stages, timeout_seconds)
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(stage: int) -> None:
+        transport = world.transport(stage)
+        try:
+            results[stage] = worker(transport)
+        except BaseException as error:
+            errors[stage] = error
+            transport.fail(f"stage {stage} failed with {type(error).__name__}: {error}")
+
+    stages = [threading.Thread(target=run, args=(s,), name=f"stage {s}", daemon=True) for s in range(num_stages)]
+    for thread in stages:
+        thread.start()
+    for thread in stages:
+        thread.join()
+    if errors:
+        causes = [error for error in errors.values() if not isinstance(error, PipelineError)]
+        raise StageFailure(world.failure or "a stage failed") from (causes or list(errors.values()))[0]
+    return [results[stage] for stage in range(num_stages)]

@@ -1,0 +1,177 @@
+"""`Pipeline`: a list of layers, a loss and any torch optimizer, trained across stages. The trainer is its first user.
+
+    def worker(transport):                                   # runs once per stage
+        pipeline = Pipeline(transport, layers, data=data, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1),
+                            num_microbatches=4, num_steps=100, error_feedback=1.0)
+        for report in pipeline.run(): ...
+
+    launch(worker, num_stages=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.groups import Group
+from ..schedule import Schedule, ScheduleError
+from .comm import Transport
+from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
+from .partition import check_sizes, cut, partition, tied_parameters
+from .update import Updater
+from .versions import WeightVersions
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Pipeline:
+    """One stage of a pipeline. Every stage makes it with the same arguments, then runs it.
+
+    transport          this stage's view of the others, from `launch`
+    layers             what is trained, as nn.Sequential would run it: each layer takes what the one before returned, a
+                       tensor or a tuple of tensors. The same Parameter in two layers is tied, across stages too.
+    data               (step, microbatch) -> (inputs, targets); read on the first and on the last stage
+    loss               (outputs, targets) -> scalar
+    optimizer          list of parameters -> any torch optimizer; or a list of Groups, each with its own
+    num_microbatches   to a step; all of one shape
+    num_steps          updates to make
+    schedule           two_bw, one_f_one_b, gpipe, pipedream or paci
+    error_feedback     lam: how much of the one-step prediction to apply (with Groups: set it there)
+    clip_norm          exact, over all stages (with Groups: set it there)
+    learning_rate      multiplies the optimizer's rate, by the index of the update
+    loss_scale         by step, multiplies each microbatch's loss; None: the mean over microbatches
+    evaluation         microbatch -> (inputs, targets), `num_evaluations` of them, after every `evaluate_every` steps and
+                       after the last; their losses are averaged unless evaluation_scale says otherwise
+    layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
+    prepare            called with this stage's layers before anything else, to initialise or move them
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layers: nn.Sequential | Sequence[nn.Module],
+        *,
+        data: Data,
+        loss: Loss,
+        optimizer: MakeOptimizer | Sequence[Group],
+        num_microbatches: int,
+        num_steps: int,
+        schedule: str = "two_bw",
+        depth: str = "minimum",
+        sync_start_steps: int = 0,
+        error_feedback: float = 0.0,
+        clip_norm: float | None = None,
+        learning_rate: Callable[[int], float] = lambda step: 1.0,
+        loss_scale: Callable[[int], float] | None = None,
+        evaluation: Callable[[int], tuple[Any, Any]] | None = None,
+        num_evaluations: int = 0,
+        evaluate_every: int = 0,
+        evaluation_scale: float | None = None,
+        skip_non_finite: bool = False,
+        track_alignment: bool = True,
+        layers_per_stage: Sequence[int] | None = None,
+        layer_costs: Sequence[float] | None = None,
+        prepare: Callable[[nn.Sequential], None] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        device = torch.device(device)
+        model = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
+        stage, num_stages = transport.stage, transport.num_stages
+        sizes = list(layers_per_stage or partition(layer_costs or [1.0] * len(model), num_stages))
+        check_sizes(sizes, len(model), num_stages)
+        if callable(optimizer):
+            groups = [Group("all", optimizer, error_feedback=error_feedback, clip_norm=clip_norm)]
+        else:
+            groups = list(optimizer)
+        tied = tied_parameters(model, sizes)
+        self.schedule = plan_schedule(
+            Schedule(
+                schedule,
+                num_stages,
+                num_microbatches,
+                num_steps,
+                depth=depth,
+                sync_start_steps=sync_start_steps,
+                evaluate_after=evaluation_steps(num_steps, evaluate_every) if evaluation else (),
+                num_evaluations=num_evaluations if evaluation else 0,
+            ),
+            groups,
+            bool(tied),
+            skip_non_finite,
+        )
+        for stages in sorted(set(tied.values())):
+            transport.open_group(stages)
+        module = cut(model, sizes, stage)
+        if prepare is not None:
+            prepare(module)
+        module.to(device)
+
+        predicts = any(group.error_feedback != 0 for group in groups) and self.schedule.delay(stage) > 0
+        self.versions = WeightVersions(
+            module,
+            self.schedule.num_versions(stage),
+            separate_masters=predicts or track_alignment,
+            drifting=self.schedule.name == "paci",
+        )
+        self._updater = Updater(self.versions, groups, learning_rate, track_alignment, device)
+        self.executor = Executor(
+            transport=transport,
+            schedule=self.schedule,
+            versions=self.versions,
+            updater=self._updater,
+            groups=groups,
+            tied={name: stages for name, stages in tied.items() if name in self.versions.masters},
+            task=Task(
+                data=data,
+                loss=loss,
+                loss_scale=loss_scale or (lambda step: 1 / num_microbatches),
+                evaluation=evaluation,
+                evaluation_scale=(1 / max(1, num_evaluations)) if evaluation_scale is None else evaluation_scale,
+                skip_non_finite=skip_non_finite,
+            ),
+            device=device,
+        )
+        self.transport = transport
+
+    def run(self) -> Iterator[StepReport | EvaluationReport]:
+        """Trains, and yields a report after every update and every evaluation of this stage. The pipeline fills once at
+        the start and drains once at the end."""
+        return self.executor.play(self.schedule.actions(self.transport.stage))
+
+    def weights(self) -> dict[str, Tensor]:
+        """This stage's masters by their names in the whole model: what to evaluate, compare and export."""
+        return {name: master.detach() for name, master in self.versions.masters.items()}
+
+
+def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:
+    """After every `evaluate_every` steps (0: never) and after the last one."""
+    regular = range(evaluate_every - 1, num_steps, evaluate_every) if evaluate_every > 0 else ()
+    return tuple(sorted({*regular, num_steps - 1}))
+
+
+def plan_schedule(schedule: Schedule, groups: Sequence[Group], has_tied: bool, skip_non_finite: bool) -> Schedule:
+    """The schedule as these groups need it, or one sentence why the two do not go together.
+
+    pipedream and paci update a stage as soon as its own gradient is there. They wait for the other stages only if a sum
+    over stages is needed; two_bw has slack for it, and a flushing schedule waits anyway.
+    """
+    if schedule.name not in ("pipedream", "paci"):
+        return schedule
+    if has_tied:
+        raise ScheduleError(
+            f"tied weights cannot be split over the stages of {schedule.name}, whose stages step at different times: "
+            "untie them, or use two_bw"
+        )
+    if schedule.name == "paci":
+        for group in groups:
+            if group.error_feedback != 0:
+                raise ScheduleError(
+                    f"error_feedback = {group.error_feedback:g} of group {group.name!r} needs a weight version to "
+                    "predict into, and paci keeps none: set it to 0, or use two_bw"
+                )
+    clips = any(group.clip_norm is not None for group in groups)
+    return replace(schedule, global_update=clips or skip_non_finite)

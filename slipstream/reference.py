@@ -1,0 +1,122 @@
+"""The whole algorithm in one process, slow and obvious: the oracle every pipeline is compared with.
+
+It keeps what the paper keeps, weights and the previous update, and copies weights wherever that is clearer:
+
+    z[t]   = x[t+1] + lam d u[t-1]                             where the undelayed iterate is
+    z[t+1] = (1 - lr wd) z[t] - u[t]                           u[t] from the gradient at x[t]
+    x[t+2] = z[t+1] - lam d u[t]                               which is x[t+1] - u[t] - lam (u[t] - u[t-1]) for d = 1
+
+`delays[s]` is the delay d of stage s: all 0 for a synchronous run, all 1 for 2BW, P-1-s for PipeDream. It shares no code
+with the pipeline but the optimizers and their groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .optim.groups import Group, assign
+
+
+@torch.enable_grad()
+def reference_run(
+    model: nn.Sequential,
+    *,
+    data: Callable[[int, int], tuple[Any, Any]],
+    loss: Callable[[Any, Any], Tensor],
+    groups: Sequence[Group],
+    num_microbatches: int,
+    num_steps: int,
+    delays: Sequence[int] = (0,),
+    layers_per_stage: Sequence[int] | None = None,
+    sync_start_steps: int = 0,
+    learning_rate: Callable[[int], float] = lambda step: 1.0,
+    loss_scale: Callable[[int], float] | None = None,
+    skip_non_finite: bool = False,
+    drift_warmups: Sequence[int] | None = None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Returns the final z of every parameter and the loss of every step. `model` itself is left at its last weights.
+
+    drift_warmups: PACI. Stage s's microbatch k reads the version that was newest drift_warmups[s] microbatches ago in its
+    forward, and the newest in its backward.
+    """
+    m = num_microbatches
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stage_of = _stages(model, layers_per_stage or [len(model)])
+    delay_of = {name: delays[stage_of[name]] for name in parameters}
+
+    # x[name][v]: the weights of version v; u[name]: the latest update, already times lam d.
+    x = {name: [p.detach().clone()] for name, p in parameters.items()}
+    predicted = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    assigned = assign(list(masters.items()), groups)
+    optimizers = [group.optimizer([p for _, p in members]) for group, members in assigned]
+    base_rates = [[g["lr"] for g in optimizer.param_groups] for optimizer in optimizers]
+    losses = []
+
+    for step in range(num_steps):
+        synchronous = step < sync_start_steps
+        step_loss = 0.0
+        gradients: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for microbatch in range(m):
+            for name, parameter in parameters.items():
+                if drift_warmups is not None:
+                    version = max(0, step * m + microbatch - drift_warmups[stage_of[name]]) // m
+                else:
+                    version = step if synchronous else max(sync_start_steps, step - delay_of[name])
+                parameter.data = x[name][version].clone()
+                parameter.grad = None
+            inputs, targets = data(step, microbatch)
+            scale = 1 / m if loss_scale is None else loss_scale(step)
+            microbatch_loss = loss(model(inputs), targets) * scale
+            if drift_warmups is not None:
+                for name, parameter in parameters.items():
+                    parameter.data.copy_(x[name][step])
+            microbatch_loss.backward()
+            step_loss += float(microbatch_loss.detach())
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    gradients[name] += parameter.grad
+        losses.append(step_loss)
+
+        norms = [
+            math.sqrt(math.fsum(float(gradients[name].double().square().sum()) for name, _ in members))
+            for _, members in assigned
+        ]
+        finite = math.isfinite(step_loss) and all(map(math.isfinite, norms))
+        if not finite and not skip_non_finite:
+            raise RuntimeError(f"step {step} has a loss of {step_loss} and gradient norms of {norms}")
+
+        for (group, members), optimizer, rates, norm in zip(assigned, optimizers, base_rates, norms, strict=True):
+            for param_group, rate in zip(optimizer.param_groups, rates, strict=True):
+                param_group["lr"] = rate * learning_rate(step)
+            clip = 1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (norm + 1e-6))
+            before = {}
+            for name, master in members:
+                z = x[name][-1] + predicted[name]
+                if finite:
+                    z = z * (1 - optimizer.param_groups[0]["lr"] * group.weight_decay)
+                before[name] = z
+                master.data = z.clone()
+                master.grad = gradients[name] * clip
+            if finite:
+                optimizer.step()
+            for name, master in members:
+                update = before[name] - master.detach()
+                predicted[name] = group.error_feedback * (0 if synchronous else delay_of[name]) * update
+                x[name].append(master.detach() - predicted[name])
+
+    return {name: x[name][-1] + predicted[name] for name in parameters}, losses
+
+
+def _stages(model: nn.Sequential, layers_per_stage: Sequence[int]) -> dict[str, int]:
+    """Parameter name to stage."""
+    stage_of_layer = [stage for stage, size in enumerate(layers_per_stage) for _ in range(size)]
+    layers = [name for name, _ in model.named_children()]
+    return {
+        name: stage_of_layer[layers.index(name.split(".")[0])] for name, _ in model.named_parameters()
+    }
