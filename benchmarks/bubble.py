@@ -101,7 +101,9 @@ def real(num_stages: int) -> Workload:
     config = PRESETS["tiny"]
     model = decoder(config)
     initialise(model, config, seed=0)
-    tokens = torch.randint(config.vocab_size, (64, config.sequence_length + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        config.vocab_size, (64, config.sequence_length + 1), generator=torch.Generator().manual_seed(0)
+    )
 
     def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         rows = tokens[(8 * microbatch) % 64 :][:8]
@@ -203,7 +205,12 @@ def compete(
 
 
 def table_of(
-    console: Console, num_stages: int, make: Callable[[int], Workload], rivals: list[Rival], num_rounds: int, num_steps: int
+    console: Console,
+    num_stages: int,
+    make: Callable[[int], Workload],
+    rivals: list[Rival],
+    num_rounds: int,
+    num_steps: int,
 ) -> list[dict[str, object]]:
     worker = partial(compete, make=make, rivals=rivals, num_rounds=num_rounds, num_steps=num_steps)
     with console.status(f"{num_stages} stages: {len(rivals)} rivals, {num_rounds} rounds of {num_steps} steps"):

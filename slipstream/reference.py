@@ -6,8 +6,8 @@ It keeps what the paper keeps, weights and the previous update, and copies weigh
     z[t+1] = (1 - lr wd) z[t] - u[t]                           u[t] from the gradient at x[t]
     x[t+2] = z[t+1] - lam d u[t]                               which is x[t+1] - u[t] - lam (u[t] - u[t-1]) for d = 1
 
-`delays[s]` is the delay d of stage s: all 0 for a synchronous run, all 1 for 2BW, P-1-s for PipeDream. It shares no code
-with the pipeline but the optimizers and their groups.
+`delays[s]` is the delay d of stage s: all 0 for a synchronous run, all 1 for 2BW, P-1-s for PipeDream. It shares no
+code with the pipeline but the optimizers and their groups.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def reference_run(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Returns the final z of every parameter and the loss of every step. `model` itself is left at its last weights.
 
-    drift_warmups: PACI. Stage s's microbatch k reads the version that was newest drift_warmups[s] microbatches ago in its
-    forward, and the newest in its backward.
+    drift_warmups: PACI. Stage s's microbatch k reads the version that was newest drift_warmups[s] microbatches ago in
+    its forward, and the newest in its backward.
     """
     m = num_microbatches
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -117,6 +117,4 @@ def _stages(model: nn.Sequential, layers_per_stage: Sequence[int]) -> dict[str, 
     """Parameter name to stage."""
     stage_of_layer = [stage for stage, size in enumerate(layers_per_stage) for _ in range(size)]
     layers = [name for name, _ in model.named_children()]
-    return {
-        name: stage_of_layer[layers.index(name.split(".")[0])] for name, _ in model.named_parameters()
-    }
+    return {name: stage_of_layer[layers.index(name.split(".")[0])] for name, _ in model.named_parameters()}

@@ -57,9 +57,7 @@ def update_products(
     if not partial_products:
         return torch.zeros(3, dtype=torch.float64)
     cross, own, other = torch.stack(partial_products).sum(dim=0).unbind()
-    return torch.stack(
-        [cross * (current_scale * previous_scale), own * current_scale**2, other * previous_scale**2]
-    )
+    return torch.stack([cross * (current_scale * previous_scale), own * current_scale**2, other * previous_scale**2])
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:

@@ -46,9 +46,7 @@ class Group:
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} of group {self.name!r} is {getattr(self, field)}: use 0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(
-                f"clip_norm of group {self.name!r} is {self.clip_norm}: use more than 0, or None"
-            )
+            raise ValueError(f"clip_norm of group {self.name!r} is {self.clip_norm}: use more than 0, or None")
 
 
 def assign(
@@ -58,9 +56,7 @@ def assign(
     names = [group.name for group in groups]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
-                f"{names.count(name)} groups are called {name!r}: give every group a name of its own"
-            )
+            raise ValueError(f"{names.count(name)} groups are called {name!r}: give every group a name of its own")
     assigned: list[tuple[Group, list[tuple[str, nn.Parameter]]]] = [(group, []) for group in groups]
     for name, parameter in named_parameters:
         for group, members in assigned:

@@ -62,9 +62,7 @@ class Muon(Optimizer):
             if group["ns_steps"] < 1:
                 raise ValueError(f"ns_steps is {group['ns_steps']}: use at least 1 Newton-Schulz step")
             if group["ns_dtype"] not in NS_DTYPES:
-                raise ValueError(
-                    f"ns_dtype is {group['ns_dtype']}: use one of {', '.join(map(str, NS_DTYPES))}"
-                )
+                raise ValueError(f"ns_dtype is {group['ns_dtype']}: use one of {', '.join(map(str, NS_DTYPES))}")
             if group["scale"] not in SCALES:
                 raise ValueError(f"scale {group['scale']!r} is unknown: choose one of {', '.join(SCALES)}")
             for parameter in group["params"]:

@@ -60,9 +60,7 @@ def momentum_direction(gradient: Tensor, momentum: Tensor, *, beta: float, neste
     return gradient.lerp(momentum, beta) if nesterov else momentum
 
 
-def orthogonal_update(
-    direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str
-) -> Tensor:
+def orthogonal_update(direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str) -> Tensor:
     """u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them."""
     rows, cols = direction.shape[-2:]
     return newton_schulz(direction, ns_steps, ns_dtype).mul_(lr * shape_scale(scale, rows, cols))

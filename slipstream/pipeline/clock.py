@@ -1,11 +1,12 @@
 """Where a stage's time goes: busy with actions, or waiting.
 
-On the CPU the host's clock is right. On CUDA the host runs ahead of the device, so an action's time is taken between two
-events on the stream, read once they have passed: nothing is synchronised.
+On the CPU the host's clock is right. On CUDA the host runs ahead of the device, so an action's time is taken between
+two events on the stream, read once they have passed: nothing is synchronised.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from ..schedule import Action, Op
 
 TRACE_LENGTH = 4096
+Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +33,32 @@ class Clock:
         """The steady window opens with the first backward of `steady_from_step` or later, when the pipeline is filled,
         and closes with the latest forward, before it drains."""
         self._cuda = device.type == "cuda"
-        self._origin = self._now()
-        self._host_origin = time.perf_counter()
+        self._origin = self.mark()
+        self.started_at = time.time()
+        """On the calendar's clock, which stages on one machine share."""
         self._steady_from = steady_from_step * num_microbatches
         self._running: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._started: float | torch.cuda.Event | None = None
         self.spans: deque[Span] = deque(maxlen=TRACE_LENGTH)
         self.busy_by_op = dict.fromkeys(Op, 0.0)
         self._busy = 0.0
         self._steady: tuple[float, float] | None = None
         self._latest: tuple[float, float] | None = None
 
-    def _now(self) -> float | torch.cuda.Event:
+    def mark(self) -> Mark:
+        """Now: an action has all it needs and begins, or it ends."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def start(self) -> None:
-        """An action has all it needs and begins."""
-        self._started = self._now()
-
-    def stop(self, action: Action) -> None:
-        start, end = self._started, self._now()
+    def add(self, action: Action, start: Mark, end: Mark, in_background: bool = False) -> None:
+        """in_background: on the host, beside other actions, so the stage was not kept busy by it."""
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             self._running.append((action, start, end))
             self._collect(wait=False)
         elif isinstance(start, float) and isinstance(end, float) and isinstance(self._origin, float):
-            self._add(Span(action, start - self._origin, end - self._origin))
+            self._add(Span(action, start - self._origin, end - self._origin), in_background)
 
     def _collect(self, wait: bool) -> None:
         assert isinstance(self._origin, torch.cuda.Event)
@@ -68,22 +67,23 @@ class Clock:
             if wait:
                 end.synchronize()
             seconds = [self._origin.elapsed_time(event) / 1000 for event in (start, end)]
-            self._add(Span(action, *seconds))
+            self._add(Span(action, *seconds), in_background=False)
 
-    def _add(self, span: Span) -> None:
+    def _add(self, span: Span, in_background: bool) -> None:
         action = span.action
         if self._steady is None and action.op is Op.BACKWARD and action.microbatch >= self._steady_from:
             self._steady = span.start, self._busy
         self.spans.append(span)
         self.busy_by_op[action.op] += span.end - span.start
-        self._busy += span.end - span.start
+        if not in_background:
+            self._busy += span.end - span.start
         if self._steady is not None and action.op is Op.FORWARD:
             self._latest = span.end, self._busy
 
-    def utilisation(self) -> float | None:
-        """The share of the steady window spent on actions; None before there is one."""
+    def utilisation(self) -> float:
+        """The share of the steady window spent on actions; nan before there is one."""
         if self._steady is None or self._latest is None or self._latest[0] <= self._steady[0]:
-            return None
+            return math.nan
         return (self._latest[1] - self._steady[1]) / (self._latest[0] - self._steady[0])
 
     def finish(self) -> None:

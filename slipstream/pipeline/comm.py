@@ -1,11 +1,12 @@
 """The only file that sends or receives between stages.
 
 A `Transport` is what one stage sees of the others: four links to its neighbours (forward and backward, in and out), a
-gather over stages, and a place to leave word of a failure. Two kinds: `ProcessTransport` over torch.distributed (gloo on
-CPU, NCCL on CUDA) and `ThreadTransport` over in-process queues (tests, several stages on one GPU).
+gather over stages, and a place to leave word of a failure. Two kinds: `ProcessTransport` over torch.distributed (gloo
+on CPU, NCCL on CUDA) and `ThreadTransport` over in-process queues (tests, several stages on one GPU).
 
-Every link is a FIFO with one sender and one receiver, and a process group of its own: NCCL ignores message tags, so order
-within a group is all there is, and a receive posted early in a shared group could stand before a send it depends on.
+Every link is a FIFO with one sender and one receiver, and a process group of its own: NCCL ignores message tags, so
+order within a group is all there is, and a receive posted early in a shared group could stand before a send it depends
+on.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Transport(ABC):
     def close(self) -> None: ...
 
 
-# ---- between processes: torch.distributed ------------------------------------------------------------------------------
+# ---- between processes: torch.distributed --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ class ProcessLink(Link):
         self._post()
 
     def _post(self) -> None:
-        """Posts what is expected, in order, as far as its shape is known: into fresh tensors, because a receive does not
-        bump a tensor's version counter, and an older microbatch's graph may hold the last one."""
+        """Posts what is expected, in order, as far as its shape is known: into fresh tensors, because a receive does
+        not bump a tensor's version counter, and an older microbatch's graph may hold the last one."""
         while self._expected and (spec := self._specs.get(self._expected[0])) is not None:
             self._expected.popleft()
             message = tuple(
@@ -280,7 +281,7 @@ def _present(value: Any) -> Any:
     return value
 
 
-# ---- between threads: queues -------------------------------------------------------------------------------------------
+# ---- between threads: queues ---------------------------------------------------------------------------------------
 
 
 class ThreadWorld:

@@ -1,6 +1,6 @@
 """Plays one stage's actions: for each action, its handler.
 
-The executor knows nothing of schedules but the actions it is handed, in order. It looks a few actions ahead only to
+The executor knows little of schedules but the actions it is handed, in order. It looks a few actions ahead only to
 announce the messages they will need, so that those arrive while it computes.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 from ..optim.correction import Alignment
 from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
-from .clock import Clock
+from .clock import Clock, Mark
 from .comm import Message, PeerLost, Transport
-from .reduction import Reduction, Sums
+from .reduction import Finished, Reducer, Sums
 from .update import Updater
 from .versions import WeightVersions
 
@@ -48,6 +50,8 @@ class StepReport:
     step: int
     loss: float
     """Of the batch, at the weights it ran with."""
+    utilisations: tuple[float, ...]
+    """Per stage: the share of the time since the pipeline filled that it spent on actions; nan before that."""
     gradient_norms: dict[str, float]
     """Per group, before clipping."""
     learning_rates: dict[str, float]
@@ -102,7 +106,11 @@ class Executor:
         device: torch.device,
     ) -> None:
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
-        self._groups, self._tied, self._task, self._device = groups, tied, task, device
+        self._groups, self._task, self._device = groups, task, device
+        self._reducer = Reducer(
+            transport, [group.name for group in groups], updater.group_of, tied, schedule.global_update
+        )
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"update of stage {transport.stage}")
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
         self._handlers = {
@@ -115,7 +123,8 @@ class Executor:
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
-        self._reduction: Reduction | None = None
+        self._pending: Callable[[], tuple[StepReport, Mark, Mark]] | None = None
+        self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
@@ -143,12 +152,12 @@ class Executor:
             where = f"stage {self._transport.stage} failed at {self.action}"
             self._transport.fail(f"{where} with {type(error).__name__}: {error}")
             raise
+        finally:
+            self._background.shutdown(wait=False, cancel_futures=True)
 
     def _play(self, action: Action) -> Iterator[StepReport | EvaluationReport]:
         self.action = action
         report = self._handlers[action.op](action)
-        if self._reduction is not None:
-            self._reduction.poll()
         if report is not None:
             yield report
 
@@ -168,7 +177,7 @@ class Executor:
         if not self._is_first:
             for tensor in _differentiable(inputs):
                 tensor.requires_grad_()
-        self.clock.start()
+        start = self.clock.mark()
         outputs = self._versions.module(action.version)(_unpack(inputs))
         if self._is_last:
             loss = self._task.loss(outputs, targets) * self._task.loss_scale(step)
@@ -179,7 +188,7 @@ class Executor:
             self._transport.forward_out.send(_kind(action), tuple(tensor.detach() for tensor in message))
         self._in_flight.append(InFlight(action.microbatch, action.version, inputs, message))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
-        self.clock.stop(action)
+        self.clock.add(action, start, self.clock.mark())
 
     def _backward(self, action: Action) -> None:
         flight = self._in_flight.popleft()
@@ -188,7 +197,7 @@ class Executor:
         if not self._is_last:
             gradients = self._transport.backward_in.take(lambda: f"the gradient of {action}")
             pairs = list(zip(_differentiable(flight.outputs), gradients, strict=True))
-        self.clock.start()
+        start = self.clock.mark()
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
@@ -197,59 +206,59 @@ class Executor:
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
             self._transport.backward_out.send(_kind(action), message)
         if (action.microbatch + 1) % self._schedule.num_microbatches == 0:
-            self._begin_reduction(flight.version)
-        self.clock.stop(action)
+            self._begin_update(action.microbatch // self._schedule.num_microbatches, flight.version)
+        self.clock.add(action, start, self.clock.mark())
 
-    def _begin_reduction(self, version: int) -> None:
-        assert self._reduction is None, "a batch ended before the update of the one before it"
+    def _begin_update(self, step: int, version: int) -> None:
+        """Hands a finished batch to the update, which two_bw makes in the background until its deadline."""
+        assert self._pending is None, "a batch ended before the update of the one before it"
         gradients = self._versions.take_gradients(version)
-        for name in self._tied:
+        for name in self._reducer.tied:
             gradients.setdefault(name, torch.zeros_like(self._versions.masters[name]))
-        self._reduction = Reduction(
-            transport=self._transport,
-            group_names=[group.name for group in self._groups],
-            group_of=self._updater.group_of,
-            tied=self._tied,
-            gradients=gradients,
-            loss=self._batch_loss,
-            products=self._updater.products,
-            is_global=self._schedule.global_update,
-        )
+        finished = Finished(gradients, self._batch_loss, self._updater.products, self.clock.utilisation())
         self._batch_loss = None
+        self._pending = partial(self._make_update, step, finished)
+        has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
+        if has_slack and step - 1 not in self._unevaluated:  # an evaluation to come still needs the masters as they are
+            self._pending = self._background.submit(self._pending).result
 
-    def _update(self, action: Action) -> StepReport:
-        step = action.version - 1
-        reduction, self._reduction = self._reduction, None
-        assert reduction is not None, f"{action} comes before the end of its batch"
-        sums = reduction.finish(lambda: f"the sums over stages that {action} needs")
-        self.clock.start()
-        learning_rates = self._updater.learning_rates(step)
-        delay = step - self._first_read.pop(step)
+    def _make_update(self, step: int, finished: Finished) -> tuple[StepReport, Mark, Mark]:
+        sums = self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step}")
+        start = self.clock.mark()
         if sums.non_finite is None:
             horizon = self._schedule.horizon(self._transport.stage, step)
-            self._updater.apply(step, reduction.gradients, self._clip_scales(sums), horizon)
+            self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
         elif self._task.skip_non_finite:
             self._updater.skip()
         else:
             raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
-        if self._versions.num_versions > 1:
-            live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
-            self.peak_versions = max(self.peak_versions, len(live))
-        self.clock.stop(action)
-        return StepReport(
+        report = StepReport(
             step=step,
             loss=sums.loss,
+            utilisations=sums.utilisations,
             gradient_norms={
                 group.name: square**0.5 for group, square in zip(self._groups, sums.squared_norms, strict=True)
             },
-            learning_rates=learning_rates,
+            learning_rates=self._updater.learning_rates(step),
             alignments={
                 group.name: Alignment.from_products(products)
                 for group, products in zip(self._groups, sums.products, strict=True)
             },
             skipped=sums.non_finite is not None,
-            delay=delay,
+            delay=step - self._first_read.pop(step),
         )
+        return report, start, self.clock.mark()
+
+    def _update(self, action: Action) -> StepReport:
+        pending, self._pending = self._pending, None
+        assert pending is not None, f"{action} comes before the end of its batch"
+        report, start, end = pending()
+        self._versions.close_next()
+        self.clock.add(action, start, end, in_background=not isinstance(pending, partial))
+        if self._versions.num_versions > 1:
+            live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
+            self.peak_versions = max(self.peak_versions, len(live))
+        return report
 
     def _clip_scales(self, sums: Sums) -> list[float]:
         return [
@@ -261,7 +270,7 @@ class Executor:
         evaluation = self._task.evaluation
         assert evaluation is not None, f"{action} finds no evaluation set"
         inputs, targets = self._read(action, lambda: evaluation(action.microbatch))
-        self.clock.start()
+        start = self.clock.mark()
         module = self._versions.master_module()
         with torch.no_grad(), _evaluating(module):
             outputs = module(_unpack(inputs))
@@ -270,9 +279,10 @@ class Executor:
                 self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
             else:
                 self._transport.forward_out.send(_kind(action), _pack(outputs))
-        self.clock.stop(action)
+        self.clock.add(action, start, self.clock.mark())
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None
+        self._unevaluated.discard(action.version - 1)
         total, self._evaluation_loss = self._evaluation_loss, None
         return EvaluationReport(action.version - 1, None if total is None else total.item())
 
@@ -280,7 +290,7 @@ class Executor:
 
     def _read(self, action: Action, data: Callable[[], tuple[Any, Any]]) -> tuple[Message, Any]:
         """The first stage reads inputs, the last one targets, the others neither."""
-        inputs, targets = self._on_device(data()) if self._is_first or self._is_last else (None, None)
+        inputs, targets = self._on_device(data()) if self._is_first or self._is_last else ((), None)
         if self._is_first:
             return _pack(inputs), targets
         return self._transport.forward_in.take(lambda: f"the activations of {action}"), targets

@@ -54,9 +54,12 @@ def launch(
     timeout_seconds: float = 300.0,
     start_method: str | None = None,
 ) -> list[Result]:
-    """threads: stages as threads of this process. start_method: of processes; fork where that is safe, else spawn.
+    """threads: stages as threads of this process. start_method: of processes, as multiprocessing names them.
 
-    Under torchrun this process is one stage of the world it is given, and the list holds its result alone."""
+    By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
+    a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
+    computed here with more than one thread. Under torchrun this process is one stage of the world it is given, and the
+    list holds its result alone."""
     device = torch.device(device)
     if threads:
         return _launch_threads(worker, num_stages, timeout_seconds)
@@ -72,8 +75,7 @@ def _join_torchrun(worker: Worker[Result], num_stages: int, device: torch.device
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
     if world_size != num_stages:
         raise StageFailure(
-            f"torchrun started {world_size} processes for {num_stages} stages: give --nproc-per-node and stages the same"
-            " total"
+            f"torchrun started {world_size} processes for {num_stages} stages: make the two numbers the same"
         )
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -104,8 +106,10 @@ def _launch_processes(
     worker: Worker[Result], num_stages: int, device: torch.device, timeout_seconds: float, start_method: str | None
 ) -> list[Result]:
     if start_method is None:
-        start_method = "fork" if sys.platform == "linux" and device.type == "cpu" else "spawn"
+        start_method = "spawn" if sys.platform != "linux" else "forkserver" if _can_pickle(worker) else "fork"
     context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(["slipstream"])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
@@ -132,6 +136,14 @@ def _launch_processes(
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def _can_pickle(worker: Worker[Any]) -> bool:
+    try:
+        pickle.dumps(worker)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _process_main(
@@ -166,7 +178,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
             stage = open_pipes.pop(pipe)
             try:
                 kind, value, details = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 processes[stage].join()
                 kind, value, details = "failure", _cause_of_death(stage, processes[stage].exitcode), ""
             if kind == "result":
@@ -189,7 +201,9 @@ def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> Stage
     """One message: what happened first, and how a stage died if it could not say so itself."""
     key = "slipstream/slipstream/failure"
     first = store.get(key).decode() if store.check([key]) else next(iter(failures.values()))[0]
-    deaths = [message for message, _ in failures.values() if " was killed by " in message or " without a word" in message]
+    deaths = [
+        message for message, _ in failures.values() if " was killed by " in message or " without a word" in message
+    ]
     details = next((details for _, details in failures.values() if details), "")
     return StageFailure("; ".join([*(d for d in deaths if d not in first), first]), details)
 

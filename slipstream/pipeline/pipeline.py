@@ -1,11 +1,11 @@
 """`Pipeline`: a list of layers, a loss and any torch optimizer, trained across stages. The trainer is its first user.
 
-    def worker(transport):                                   # runs once per stage
-        pipeline = Pipeline(transport, layers, data=data, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1),
-                            num_microbatches=4, num_steps=100, error_feedback=1.0)
-        for report in pipeline.run(): ...
+def worker(transport):                                   # runs once per stage
+    pipeline = Pipeline(transport, layers, data=data, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1),
+                        num_microbatches=4, num_steps=100, error_feedback=1.0)
+    for report in pipeline.run(): ...
 
-    launch(worker, num_stages=2)
+launch(worker, num_stages=2)
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Pipeline:
     clip_norm          exact, over all stages (with Groups: set it there)
     learning_rate      multiplies the optimizer's rate, by the index of the update
     loss_scale         by step, multiplies each microbatch's loss; None: the mean over microbatches
-    evaluation         microbatch -> (inputs, targets), `num_evaluations` of them, after every `evaluate_every` steps and
+    evaluation         microbatch -> (inputs, targets), `num_evaluations` of them, after every `evaluate_every` steps
+    and
                        after the last; their losses are averaged unless evaluation_scale says otherwise
     layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
     prepare            called with this stage's layers before anything else, to initialise or move them
@@ -136,6 +137,7 @@ class Pipeline:
             device=device,
         )
         self.transport = transport
+        self.tied = tied
 
     def run(self) -> Iterator[StepReport | EvaluationReport]:
         """Trains, and yields a report after every update and every evaluation of this stage. The pipeline fills once at

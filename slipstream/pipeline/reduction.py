@@ -1,21 +1,21 @@
-"""From the end of a batch to its update's deadline: everything that has to be summed over stages.
+"""From the end of a batch to its update: everything that has to be summed over stages.
 
-A finished batch starts a reduction and the stage goes on computing. Two messages pass, one after the other: the gradients
-of tied weights, between the stages that hold a copy; then one short vector from every stage to every stage, with the loss
-and the squared gradient norm of every group. All stages add up the same numbers in the same order, so all of them clip
-alike and all of them see an inf or a nan in the same step.
+Two messages pass, one after the other: the gradients of tied weights, between the stages that hold a copy; then one
+short vector from every stage to every stage, with the loss and the squared gradient norm of every group. All stages
+add up the same numbers in the same order, so all of them clip alike and all of them see an inf or a nan in the same
+step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .comm import Gathering, Transport, Waiting
+from .comm import Transport, Waiting
 
 NUM_PRODUCTS = 3
 
@@ -25,6 +25,8 @@ class Sums:
     """What the stages together know of a batch."""
 
     loss: float
+    utilisations: tuple[float, ...]
+    """Per stage, nan where there is none yet."""
     squared_norms: tuple[float, ...]
     """Per group, over all stages."""
     products: tuple[tuple[float, ...], ...]
@@ -33,83 +35,59 @@ class Sums:
     """Where an inf or a nan was seen first, in words."""
 
 
-@dataclass
-class Reduction:
+@dataclass(frozen=True)
+class Finished:
+    """A stage's share of a finished batch."""
+
+    gradients: dict[str, Tensor]
+    loss: Tensor | None
+    """The batch's loss, where it is known: on the last stage."""
+    products: Tensor
+    """(groups, 3): inner products of the latest updates, this stage's share."""
+    utilisation: float
+
+
+@dataclass(frozen=True)
+class Reducer:
     transport: Transport
     group_names: Sequence[str]
     group_of: Mapping[str, int]
     """Parameter name to the index of its group."""
     tied: Mapping[str, tuple[int, ...]]
     """Names of this stage's tied parameters, to all the stages that hold a copy."""
-    gradients: dict[str, Tensor]
-    loss: Tensor | None
-    """The batch's loss, where it is known: on the last stage."""
-    products: Tensor
-    """(groups, 3): inner products of the latest updates, this stage's share."""
     is_global: bool
-    """Wait for the other stages; otherwise the sums are this stage's own."""
-    _tied: list[tuple[str, Gathering]] = field(default_factory=list)
-    _copied: tuple[Tensor, torch.cuda.Event | None] | None = None
-    _sums: Gathering | None = None
+    """Sum over all stages; otherwise over this one alone, without a message."""
 
-    def __post_init__(self) -> None:
-        for name, stages in self.tied.items():
-            self._tied.append((name, self.transport.gather(self.gradients[name].clone(), stages)))
-        self.poll()
-
-    def poll(self) -> None:
-        """Goes as far as it can without waiting: called between actions."""
-        if self._copied is None and all(gathering.is_done() for _, gathering in self._tied):
-            self._add_tied(lambda: "")
-            self._copy_vector()
-        if self._copied is not None and self._sums is None and self.is_global:
-            vector, event = self._copied
-            if event is None or event.query():
-                self._sums = self.transport.gather(vector, tuple(range(self.transport.num_stages)))
-
-    def finish(self, waiting: Waiting) -> Sums:
-        """Waits for whatever is still under way."""
-        if self._copied is None:
-            self._add_tied(waiting)
-            self._copy_vector()
-        assert self._copied is not None
-        vector, event = self._copied
-        if event is not None:
-            event.synchronize()  # of the norm alone: work enqueued since runs on
-        if not self.is_global:
-            return self._add_up([vector], [self.transport.stage])
-        self.poll()
-        assert self._sums is not None
-        return self._add_up(self._sums.wait(waiting), range(self.transport.num_stages))
-
-    def _add_tied(self, waiting: Waiting) -> None:
-        for name, gathering in self._tied:
+    def reduce(self, finished: Finished, waiting: Waiting) -> Sums:
+        """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
+        other stages to get there."""
+        stage, num_stages = self.transport.stage, self.transport.num_stages
+        gathers = [
+            (name, self.transport.gather(finished.gradients[name].clone(), stages))
+            for name, stages in self.tied.items()
+        ]
+        for name, gathering in gathers:
             first, *others = gathering.wait(waiting)
-            total = first.clone()
+            total = finished.gradients[name].copy_(first)
             for other in others:
                 total += other
-            self.gradients[name] = total
-        self._tied = []
+        vector = _to_host(self._vector(finished))
+        if not self.is_global:
+            return self._add_up([vector], [stage])
+        everyone = tuple(range(num_stages))
+        return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
 
-    def _copy_vector(self) -> None:
-        """[loss, products..., squared norms...] on its way to the host, without waiting for the device."""
-        device = self.products.device
-        squares = torch.zeros(len(self.group_names), dtype=torch.float64, device=device)
-        for name, gradient in self.gradients.items():
+    def _vector(self, finished: Finished) -> Tensor:
+        """[loss, utilisation, products..., squared norms...]"""
+        device = finished.products.device
+        squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.group_names]
+        for name, gradient in finished.gradients.items():
             if self.transport.stage == self.tied.get(name, (self.transport.stage,))[0]:  # tied weights count once
-                squares[self.group_of[name]] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        loss = torch.zeros(1, dtype=torch.float64, device=device)
-        if self.loss is not None:
-            loss += self.loss
-        vector = torch.cat([loss, self.products.flatten(), squares])
-        if device.type == "cuda":
-            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            host.copy_(vector, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._copied = host, event
-        else:
-            self._copied = vector, None
+                group = self.group_of[name]
+                squares[group] = squares[group] + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        loss = squares[0].new_zeros(()) if finished.loss is None else finished.loss.to(torch.float64)
+        utilisation = torch.full((), finished.utilisation, dtype=torch.float64, device=device)
+        return torch.cat([torch.stack([loss, utilisation]), finished.products.flatten(), torch.stack(squares)])
 
     def _add_up(self, vectors: Sequence[Tensor], stages: Sequence[int]) -> Sums:
         rows = [vector.tolist() for vector in vectors]
@@ -121,13 +99,28 @@ class Reduction:
             for name, square in zip(self.group_names, row[-num_groups:], strict=True):
                 if not math.isfinite(square):
                     non_finite = non_finite or f"the gradient of group {name!r} on stage {stage} is {square}"
-        totals = [math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in zip(*rows, strict=True)]
-        products = totals[1 : 1 + NUM_PRODUCTS * num_groups]
+        totals = [_total(column) for column in zip(*rows, strict=True)]
+        products = totals[2 : 2 + NUM_PRODUCTS * num_groups]
         return Sums(
             loss=totals[0],
+            utilisations=tuple(row[1] for row in rows),
             squared_norms=tuple(totals[-num_groups:]),
-            products=tuple(
-                tuple(products[NUM_PRODUCTS * i : NUM_PRODUCTS * (i + 1)]) for i in range(num_groups)
-            ),
+            products=tuple(tuple(products[NUM_PRODUCTS * i : NUM_PRODUCTS * (i + 1)]) for i in range(num_groups)),
             non_finite=non_finite,
         )
+
+
+def _total(column: Sequence[float]) -> float:
+    return math.fsum(column) if all(map(math.isfinite, column)) else math.nan
+
+
+def _to_host(vector: Tensor) -> Tensor:
+    """Waits for this vector alone: what has been enqueued on the device since runs on."""
+    if vector.device.type != "cuda":
+        return vector
+    host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    host.copy_(vector, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    return host

@@ -8,7 +8,7 @@ d is how many updates later than its own the version will be used: 1 for two_bw,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
 from .reduction import NUM_PRODUCTS
 from .versions import WeightVersions
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
 class Updater:
@@ -54,7 +56,8 @@ class Updater:
 
     @torch.no_grad()
     def apply(self, step: int, gradients: Mapping[str, Tensor], scales: Sequence[float], horizon: int) -> None:
-        """scales: what clipping leaves of every group's gradient."""
+        """Makes the next version, which whoever keeps the versions then declares the newest. scales: what clipping
+        leaves of every group's gradient."""
         target = self._versions.open_next()
         self.products = torch.zeros_like(self.products)
         for index, (group, members) in enumerate(self._groups):
@@ -90,7 +93,6 @@ class Updater:
             self._last_coefficients[index] = coefficient
             for master in masters:
                 master.grad = None
-        self._versions.close_next()
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -101,7 +103,6 @@ class Updater:
                 target[name].copy_(master)
         self.products = torch.zeros_like(self.products)
         self._last_coefficients = [None] * len(self._last_coefficients)
-        self._versions.close_next()
 
     def _products(
         self,
@@ -113,14 +114,14 @@ class Updater:
     ) -> Tensor:
         """Inner products of this update and the one before, from the copies at hand: no update is ever stored.
 
-        With prediction the target holds z[t] and the newest working copy is z[t] minus a multiple of u[t-1]. Without, the
-        newest working copy is z[t] and the target, about to be overwritten, is z[t-1].
+        With prediction the target holds z[t] and the newest working copy is z[t] minus a multiple of u[t-1]. Without,
+        the newest working copy is z[t] and the target, about to be overwritten, is z[t-1].
         """
         newest = self._versions.parameters(self._versions.newest)
         last = self._last_coefficients[index]
         if coefficient != 0 and last:
-            current = ((target[name], master) for name, master in members)
-            previous = ((target[name] / decay, newest[name]) for name, _ in members)
+            current: Pairs = ((target[name], master) for name, master in members)
+            previous: Pairs = ((target[name] / decay, newest[name]) for name, _ in members)
             return update_products(current, previous, previous_scale=1 / last)
         if coefficient == 0 and last == 0 and self._versions.num_versions == 2:
             current = ((newest[name] * decay, master) for name, master in members)

@@ -1,8 +1,9 @@
 """The weight versions a stage keeps, and the masters its optimizer owns.
 
-Version v lives in slot v % n: n replicas of the stage's module, each with leaf parameters of its own and buffers shared.
-A microbatch runs forward and backward in one replica, so no weight is copied, swapped or recomputed per microbatch; and
-writing into a replica whose graph is still alive makes autograd raise instead of returning a wrong gradient.
+Version v lives in slot v % n: n replicas of the stage's module, each with leaf parameters of its own and buffers
+shared. A microbatch runs forward and backward in one replica, so no weight is copied, swapped or recomputed per
+microbatch; and writing into a replica whose graph is still alive makes autograd raise instead of returning a wrong
+gradient.
 
 The masters (z in docs/method.md) are the weights the optimizer steps. Three arrangements, by what the schedule needs:
 

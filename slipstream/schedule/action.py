@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -39,7 +40,9 @@ class Action:
     def parse(cls, text: str) -> Action:
         match = re.fullmatch(r"(\d+)([FBUE])(\d+)@v(\d+)", text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not an action: write it as 2F5@v3 (stage, one of F B U E, microbatch, version)")
+            raise ValueError(
+                f"{text!r} is not an action: write it as 2F5@v3 (stage, one of F B U E, microbatch, version)"
+            )
         stage, op, microbatch, version = match.groups()
         return cls(int(stage), Op(op), int(microbatch), int(version))
 
@@ -49,8 +52,9 @@ class Action:
         return Key(self.stage, self.op, self.microbatch, self.version if self.op is Op.EVALUATE else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
+    """A tuple, because checker and simulator look up a few of them for every action."""
+
     stage: int
     op: Op
     microbatch: int
@@ -63,9 +67,9 @@ class Key:
 def requires(action: Action, num_stages: int, global_update: bool) -> list[Key]:
     """The actions that must be finished, on this or another stage, before `action` can begin.
 
-    Only data flow is listed; that a stage works through its own sequence in order is understood. With `global_update` an
-    update needs the whole batch's gradient from every stage, because the norm for clipping, the gradient of tied weights
-    and the verdict on inf and nan are sums over stages.
+    Only data flow is listed; that a stage works through its own sequence in order is understood. With `global_update`
+    an update needs the whole batch's gradient from every stage, because the norm for clipping, the gradient of tied
+    weights and the verdict on inf and nan are sums over stages.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.op in (Op.FORWARD, Op.EVALUATE):

@@ -13,7 +13,9 @@ from itertools import count
 from .action import Action, Op
 
 
-def gpipe(stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int) -> Iterator[Action]:
+def gpipe(
+    stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int
+) -> Iterator[Action]:
     """All forwards of a batch, then all backwards, then the update (arXiv:1811.06965)."""
     yield from _flushing(stage, num_microbatches, num_steps, first_step, warmup=num_microbatches)
 
@@ -40,8 +42,8 @@ def two_bw(
 ) -> Iterator[Action]:
     """PipeDream-2BW (arXiv:2006.09503): one forward, one backward, never flushed, every batch one version late.
 
-    Batch t runs on version t - 1 on every stage. Its gradient is complete after its last backward, and its update is not
-    needed before the first forward of batch t + 2: that slack hides whatever has to be summed over stages. So the
+    Batch t runs on version t - 1 on every stage. Its gradient is complete after its last backward, and its update is
+    not needed before the first forward of batch t + 2: that slack hides whatever has to be summed over stages. So the
     update stands at its deadline, which on a stage without warm-up forwards is the end of batch t + 1, because a stage
     holds one finished gradient at a time.
     """

@@ -1,7 +1,7 @@
 """`Schedule`: which actions every stage plays, and what it promises about them (delay, versions, drift).
 
-    schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
-    for action in schedule.actions(stage=0): ...          # for ever; pass num_steps for a bounded one
+schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
+for action in schedule.actions(stage=0): ...          # for ever; pass num_steps for a bounded one
 """
 
 from __future__ import annotations

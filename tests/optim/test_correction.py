@@ -117,9 +117,7 @@ def test_prediction_leaves_the_master_alone_and_may_write_parameters() -> None:
     working, master = torch.nn.Parameter(random(1)), torch.nn.Parameter(random(2))
     predict([working], [master], 0.7)
     assert torch.equal(master, random(2))
-    torch.testing.assert_close(
-        working.detach(), random(2) - 0.7 * (random(1) - random(2)), rtol=0, atol=1e-15
-    )
+    torch.testing.assert_close(working.detach(), random(2) - 0.7 * (random(1) - random(2)), rtol=0, atol=1e-15)
 
 
 def test_prediction_into_a_live_version_makes_autograd_raise() -> None:

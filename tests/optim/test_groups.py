@@ -60,9 +60,7 @@ def test_stage_without_parameters_keeps_its_empty_groups() -> None:
 
 
 def test_parameter_without_group_is_refused_by_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"no group matches parameter 'embedding.weight' of shape \(32, 8\): add"
-    ):
+    with pytest.raises(ValueError, match=r"no group matches parameter 'embedding.weight' of shape \(32, 8\): add"):
         assign(PARAMETERS, [Group("matrices", SGD, is_matrix)])
 
 
@@ -71,9 +69,7 @@ def test_two_groups_of_one_name_are_refused() -> None:
         assign(PARAMETERS, [Group("rest", SGD), Group("rest", SGD)])
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("weight_decay", -0.1), ("error_feedback", -1.0), ("clip_norm", 0.0)]
-)
+@pytest.mark.parametrize(("field", "value"), [("weight_decay", -0.1), ("error_feedback", -1.0), ("clip_norm", 0.0)])
 def test_bad_group_setting_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{field} of group 'rest' is {value}: use"):
         Group("rest", SGD, **{field: value})  # type: ignore[arg-type]

@@ -8,9 +8,7 @@ from slipstream.optim.learning_rate import SCHEDULES, constant, cosine, learning
 
 
 def every(name: str, warmup_steps: int = 10):  # type: ignore[no-untyped-def]
-    return learning_rate_schedule(
-        name, warmup_steps=warmup_steps, total_steps=100, decay_steps=20, final_fraction=0.1
-    )
+    return learning_rate_schedule(name, warmup_steps=warmup_steps, total_steps=100, decay_steps=20, final_fraction=0.1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -58,9 +56,7 @@ def test_run_may_consist_of_warmup_alone() -> None:
 
 
 def test_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match="schedule 'step' is unknown: choose one of constant, cosine, linear, wsd"
-    ):
+    with pytest.raises(ValueError, match="schedule 'step' is unknown: choose one of constant, cosine, linear, wsd"):
         every("step")
 
 

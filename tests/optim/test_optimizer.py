@@ -70,9 +70,7 @@ def test_parameters_and_state_keep_their_dtype(make: MakeOptimizer, dtype: torch
     optimizer = make(held)
     advance(optimizer, held, range(2))
     assert all(parameter.dtype == dtype for parameter in held)
-    tensors = [
-        v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.ndim
-    ]
+    tensors = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.ndim]
     assert tensors
     assert all(tensor.dtype == dtype for tensor in tensors)
 
@@ -167,9 +165,7 @@ def test_step_is_the_rule_after_weight_decay(name: str) -> None:
 
 
 @pytest.mark.parametrize("stack_elements", [1, 130, 2**24])
-def test_muon_in_stacks_equals_one_matrix_at_a_time(
-    stack_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_muon_in_stacks_equals_one_matrix_at_a_time(stack_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacks of one, stacks cut in the middle of a shape, one stack per shape."""
     monkeypatch.setattr("slipstream.optim.optimizer.STACK_ELEMENTS", stack_elements)
     together, apart = parameters(torch.float64), parameters(torch.float64)

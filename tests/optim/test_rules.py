@@ -37,9 +37,7 @@ def matrix_with_singular_values(rows: int, cols: int, low: float, high: float) -
 @quiet_bf16
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
-def test_newton_schulz_brings_singular_values_into_its_band(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_newton_schulz_brings_singular_values_into_its_band(shape: tuple[int, int], dtype: torch.dtype) -> None:
     orthogonal = newton_schulz(matrix_with_singular_values(*shape, low=0.3, high=30.0), dtype=dtype)
     values = torch.linalg.svdvals(orthogonal)
     assert values.min() > 0.65
@@ -140,9 +138,7 @@ def test_muon_in_bf16_follows_torch_muon() -> None:
 
 def test_muon_of_a_stack_equals_muon_of_its_matrices() -> None:
     gradient, momentum = random(3, 6, 10), random(3, 6, 10, seed=1)
-    expected = torch.stack(
-        [muon_update(g, m, **MUON) for g, m in zip(gradient, momentum.clone(), strict=True)]
-    )
+    expected = torch.stack([muon_update(g, m, **MUON) for g, m in zip(gradient, momentum.clone(), strict=True)])
     torch.testing.assert_close(muon_update(gradient, momentum, **MUON), expected, rtol=0, atol=1e-14)
 
 
@@ -194,7 +190,6 @@ def test_update_is_linear_in_the_learning_rate() -> None:
     rule: Any
     for rule, settings, states in [(muon_update, MUON, 1), (adamw_update, {**ADAMW, "step": 1}, 2)]:
         full, half = (
-            rule(random(6, 10), *(zeros() for _ in range(states)), **{**settings, "lr": lr})
-            for lr in (1.0, 0.5)
+            rule(random(6, 10), *(zeros() for _ in range(states)), **{**settings, "lr": lr}) for lr in (1.0, 0.5)
         )
         assert torch.equal(half, full / 2)

@@ -1,0 +1,174 @@
+"""Which windows of the corpus make which microbatch: a function of the index, with no state to restore.
+
+A corpus of n tokens has (n - 1) // sequence_length windows. Window w reads the tokens from
+w * sequence_length on, and its targets are the same tokens one place later. An epoch visits every window
+once, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..model import IGNORE
+from .tokens import DataError, Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The training data of one replica: `batches(step, microbatch)` gives (inputs, targets).
+
+    Samples are numbered through the run: the rows of one replica's microbatch, then replicas, microbatches
+    and steps. So replicas read disjoint windows, and a step reads the same ones however it is divided.
+    """
+
+    tokens: Tokens
+    """What to draw from."""
+    sequence_length: int
+    """Tokens in each row."""
+    microbatch_size: int
+    """Rows in each microbatch."""
+    num_microbatches: int
+    """Microbatches of each replica in each step."""
+    seed: int = 0
+    """Which order the windows come in."""
+    replica: int = 0
+    """Whose data this is, of ..."""
+    num_replicas: int = 1
+    """... how many."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            sequence_length=self.sequence_length,
+            microbatch_size=self.microbatch_size,
+            num_microbatches=self.num_microbatches,
+            num_replicas=self.num_replicas,
+        )
+        if not 0 <= self.replica < self.num_replicas:
+            raise DataError(f"replica is {self.replica}: with {self.num_replicas} replicas, count from 0.")
+        _check_window(self.tokens, self.sequence_length, "training")
+
+    @property
+    def num_windows(self) -> int:
+        """Samples in an epoch."""
+        return _num_windows(self.tokens, self.sequence_length)
+
+    def num_tokens(self, step: int) -> int:
+        """Targets that count in the whole batch of a step, over all microbatches and replicas."""
+        return self.num_replicas * self.num_microbatches * self.microbatch_size * self.sequence_length
+
+    def windows(self, step: int, microbatch: int) -> list[int]:
+        """The windows of one microbatch of this replica, which is counted from 0 in each step."""
+        if step < 0 or not 0 <= microbatch < self.num_microbatches:
+            raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
+        group = (step * self.num_microbatches + microbatch) * self.num_replicas + self.replica
+        samples = range(group * self.microbatch_size, (group + 1) * self.microbatch_size)
+        return [shuffled(sample, self.num_windows, self.seed) for sample in samples]
+
+    def __call__(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 of shape (microbatch_size, sequence_length)."""
+        return _read(self.tokens, self.windows(step, microbatch), self.sequence_length)
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationBatches:
+    """Held-out windows in their own order: `batches(index)` for index in range(len(batches))."""
+
+    tokens: Tokens
+    sequence_length: int
+    microbatch_size: int
+    num_batches: int
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def num_tokens(self, index: int) -> int:
+        """Targets that count in one batch."""
+        return len(self._windows(index)) * self.sequence_length
+
+    def __call__(self, index: int) -> tuple[Tensor, Tensor]:
+        """As of `Batches`; where windows run out, rows are padded with zeros and their targets are IGNORE."""
+        inputs, targets = _read(self.tokens, self._windows(index), self.sequence_length)
+        missing = (self.microbatch_size - len(inputs), self.sequence_length)
+        inputs = torch.cat((inputs, inputs.new_zeros(missing)))
+        return inputs, torch.cat((targets, targets.new_full(missing, IGNORE)))
+
+    def _windows(self, index: int) -> range:
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"validation batch {index} of {self.num_batches}")
+        windows = range(_num_windows(self.tokens, self.sequence_length))
+        return windows[index * self.microbatch_size : (index + 1) * self.microbatch_size]
+
+
+def validation_batches(
+    tokens: Tokens, sequence_length: int, microbatch_size: int, max_batches: int | None = None
+) -> ValidationBatches:
+    """Every held-out window once, in as many batches as that takes, or the first `max_batches` of them."""
+    _check_positive(sequence_length=sequence_length, microbatch_size=microbatch_size)
+    _check_window(tokens, sequence_length, "validation")
+    num_batches = -(-_num_windows(tokens, sequence_length) // microbatch_size)
+    if max_batches is not None:
+        _check_positive(max_batches=max_batches)
+        num_batches = min(num_batches, max_batches)
+    return ValidationBatches(tokens, sequence_length, microbatch_size, num_batches)
+
+
+def shuffled(sample: int, num_windows: int, seed: int) -> int:
+    """The window that a sample reads: each epoch permutes the windows, without a table of any size.
+
+    A Feistel network permutes the numbers below the next power of four, whatever its round function; a number
+    that is no window is sent through again until it is one (cycle walking, Black and Rogaway 2002).
+    """
+    epoch, number = divmod(sample, num_windows)
+    half = (max(num_windows - 1, 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = number >> half, number & mask
+        for key in _round_keys(seed, epoch):
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        number = left << half | right
+        if number < num_windows:
+            return number
+
+
+@lru_cache(maxsize=64)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = hashlib.sha512(f"{seed}/{epoch}".encode()).digest()
+    return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, 64, 8))
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+def _num_windows(tokens: Tokens, sequence_length: int) -> int:
+    return max(len(tokens) - 1, 0) // sequence_length
+
+
+def _read(tokens: Tokens, windows: Iterable[int], sequence_length: int) -> tuple[Tensor, Tensor]:
+    starts = (window * sequence_length for window in windows)
+    rows = torch.from_numpy(np.stack([tokens.read(start, start + sequence_length + 1) for start in starts]))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _check_positive(**fields: int) -> None:
+    for field, value in fields.items():
+        if value < 1:
+            raise DataError(f"{field} is {value}: set it to 1 or more.")
+
+
+def _check_window(tokens: Tokens, sequence_length: int, part: str) -> None:
+    if len(tokens) <= sequence_length:
+        raise DataError(
+            f"sequence_length is {sequence_length}, so one window takes {sequence_length + 1} tokens, "
+            f"but there are {len(tokens)} for {part}: shorten it or give more data."
+        )

@@ -1,0 +1,157 @@
+"""`load_corpus`: what a `DataConfig` names, as token ids to train on and token ids held out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from .shards import DTYPES, read_shard
+from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, read_pieces
+from .tokens import DataError, Tokens, num_held_out
+
+BUILTIN = "builtin"
+_BUILTIN_BYTES = 16 * 2**20
+_NOT_BUILTIN = {
+    *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
+    *("encodings", "pydoc_data"),  # generated: character tables, and one long help text
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    sources: tuple[str, ...] = (BUILTIN,)
+    """Files (.txt, .jsonl, .bin), folders or globs; "builtin" is the source of Python's standard library."""
+    validation_sources: tuple[str, ...] = ()
+    """Files, folders or globs held out for validation; without any, a part of `sources` is."""
+    validation_fraction: float = 0.05
+    """The part held out: the end of the tokens, or whole files of "builtin"; shards may bring their own."""
+    tokenizer: str = "bytes"
+    """Makes tokens of text: "bytes", or a tokenizer.json (needs slipstream[text]); shards had theirs."""
+    text_field: str = "text"
+    """The field of a .jsonl object that holds its text."""
+    token_dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    """Type of the ids in .bin shards that have no .json beside them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    train: Tokens
+    """What batches are drawn from."""
+    validation: Tokens
+    """What is never trained on; empty if nothing was held out."""
+    vocab_size: int
+    """Every id is below it."""
+    tokenizer: str
+    """What made the ids: "bytes", a tokenizer file's name and hash, or "unknown"."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    ids: np.ndarray
+    vocab_size: int
+    tokenizer: str
+    held_out: bool = False
+
+
+def load_corpus(config: DataConfig, vocab_size: int | None = None) -> Corpus:
+    """Read or map everything `config` names, and check it, also against the model's `vocab_size` if given.
+
+    Text is held in memory as ids; prepare shards from what is too large for that.
+    """
+    if not 0 <= config.validation_fraction < 1:
+        raise DataError(f"data.validation_fraction is {config.validation_fraction}: set it to at least 0 and below 1.")
+    if config.token_dtype is not None and config.token_dtype not in DTYPES:
+        raise DataError(f"data.token_dtype is {config.token_dtype!r}: set it to one of {', '.join(DTYPES)}.")
+    builtin = BUILTIN in config.sources
+    if builtin and len(config.sources) > 1:
+        raise DataError(f"data.sources is {list(config.sources)}, but {BUILTIN!r} stands alone: name one or the other.")
+
+    files = [] if builtin else expand(config.sources, "data.sources")
+    held_out_files = expand(config.validation_sources, "data.validation_sources") if config.validation_sources else []
+    _check_files(files, held_out_files, builtin)
+    parts = _read_builtin(config) if builtin else _read_files(files, config)
+    held_out_parts = [replace(part, held_out=True) for part in _read_files(held_out_files, config)]
+    every = parts + held_out_parts
+
+    if len(tokenizers := sorted({part.tokenizer for part in every})) > 1:
+        raise DataError(f"data.sources mixes ids made by {' and '.join(tokenizers)}: keep to one tokenizer.")
+    largest = max(part.vocab_size for part in every)
+    if vocab_size is not None and largest > vocab_size:
+        raise DataError(f"model.vocab_size is {vocab_size}, but the data has {largest} token ids: raise it to that.")
+
+    train = Tokens(tuple(part.ids for part in parts if not part.held_out))
+    held_out = Tokens(tuple(part.ids for part in held_out_parts or parts if part.held_out))
+    if config.validation_sources and not len(held_out):
+        raise DataError(
+            f"data.validation_sources is {list(config.validation_sources)}, which holds no text: give some."
+        )
+    if not len(held_out):
+        train, held_out = train.split(len(train) - num_held_out(len(train), config.validation_fraction))
+    if not len(train):
+        raise DataError(f"data.sources is {list(config.sources)}, which holds no text to train on: give some.")
+    return Corpus(train, held_out, largest, tokenizers[0])
+
+
+def _check_files(files: list[Path], held_out_files: list[Path], builtin: bool) -> None:
+    both = {file.resolve() for file in files} & {file.resolve() for file in held_out_files}
+    if both:
+        raise DataError(f"data.validation_sources names {str(min(both))!r}, which data.sources trains on: remove one.")
+    kinds = {file.suffix == SHARD_SUFFIX for file in files + held_out_files} | ({False} if builtin else set())
+    if len(kinds) > 1:
+        raise DataError("data.sources and data.validation_sources mix text with token shards: prepare the text first.")
+
+
+def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
+    if not files:
+        return []
+    if files[0].suffix != SHARD_SUFFIX:
+        tokenizer = load_tokenizer(config.tokenizer, "data.tokenizer")
+        pieces = (piece for file in files for piece in read_pieces(file, config.text_field))
+        return [_encode(pieces, tokenizer)]
+    parts = []
+    for file in files:
+        ids, info = read_shard(file, config.token_dtype)
+        parts.append(_Part(ids, info.vocab_size, info.tokenizer, held_out=info.split == "validation"))
+    return parts
+
+
+def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, held_out: bool = False) -> _Part:
+    ids = [ids for ids, _ in encode(pieces, tokenizer)]
+    joined = np.concatenate(ids) if ids else np.empty(0, dtype=tokenizer.dtype)
+    return _Part(joined, tokenizer.vocab_size, tokenizer.name, held_out)
+
+
+def _read_builtin(config: DataConfig) -> list[_Part]:
+    """The standard library, every file a document; the hash of its name says whether a file is held out."""
+    tokenizer = load_tokenizer(config.tokenizer, "data.tokenizer")
+    pieces: dict[bool, list[Piece]] = {False: [], True: []}
+    total = 0
+    for name, path in _builtin_files():
+        source = path.read_bytes()
+        total += len(source)
+        if total > _BUILTIN_BYTES:
+            break
+        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
+        held_out = share < config.validation_fraction
+        pieces[held_out].append(Piece(source.decode(errors="replace"), True, total))
+    return [_encode(pieces[held_out], tokenizer, held_out) for held_out in pieces]
+
+
+def _builtin_files() -> list[tuple[str, Path]]:
+    """Name and path of every source file, sorted by name, without tests, packages and build products."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_BUILTIN and not name.startswith("config-")]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                path = Path(folder, name)
+                files.append((path.relative_to(root).as_posix(), path))
+    return sorted(files)

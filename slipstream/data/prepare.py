@@ -1,0 +1,84 @@
+"""Turn text into token shards once, so that training maps them instead of tokenising."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .shards import DTYPES, SPLITS, ShardInfo, sidecar, write_sidecar
+from .text import SHARD_SUFFIX, encode, expand, load_tokenizer, read_pieces
+from .tokens import DataError, num_held_out
+
+
+def prepare(
+    sources: Sequence[str],
+    tokenizer: str,
+    output_prefix: str | Path,
+    shard_tokens: int = 100_000_000,
+    validation_fraction: float = 0.05,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    text_field: str = "text",
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write PREFIX.train.00000.bin ... and PREFIX.validation.00000.bin ..., and return them in that order.
+
+    The ids are those that `load_corpus` makes of the same text, the last `validation_fraction` of them held
+    out. Neither text nor ids are ever whole in memory; the disk briefly holds the ids twice, because where
+    the held-out part begins is known only at the end. Shards appear under their names when all are finished.
+    `progress(done_bytes, total_bytes)` is called as the text is read.
+    """
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens is {shard_tokens}: set it to 1 or more.")
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"validation_fraction is {validation_fraction}: set it to at least 0 and below 1.")
+    paths = expand(sources, "sources")
+    for path in paths:
+        if path.suffix == SHARD_SUFFIX:
+            raise DataError(f"sources names {str(path)!r}, which is a token shard already: give text.")
+    prefix = Path(output_prefix).expanduser()
+    patterns = [f"{glob.escape(prefix.name)}.{split}.{'[0-9]' * 5}{SHARD_SUFFIX}" for split in SPLITS]
+    stale = [old for pattern in patterns for old in sorted(prefix.parent.glob(pattern))]
+    if stale and not overwrite:
+        raise DataError(f"output_prefix would overwrite {str(stale[0])!r}: choose another, or allow overwriting.")
+    chosen = load_tokenizer(tokenizer, "tokenizer")
+    report = progress or (lambda done_bytes, total_bytes: None)
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
+        stream = Path(folder) / "stream"
+        total, before = sum(path.stat().st_size for path in paths), 0
+        with stream.open("wb") as file:
+            for path in paths:
+                for ids, position in encode(read_pieces(path, text_field), chosen):
+                    ids.astype(DTYPES[chosen.dtype], copy=False).tofile(file)
+                    report(before + position, total)
+                before += path.stat().st_size
+                report(before, total)
+        if not stream.stat().st_size:
+            raise DataError(f"sources names {len(paths)} files without any text: give some.")
+        everything = np.memmap(stream, dtype=DTYPES[chosen.dtype], mode="r")
+        boundary = len(everything) - num_held_out(len(everything), validation_fraction)
+
+        names: list[str] = []
+        for split, ids in zip(SPLITS, (everything[:boundary], everything[boundary:]), strict=True):
+            for number, start in enumerate(range(0, len(ids), shard_tokens)):
+                shard = Path(folder) / f"{prefix.name}.{split}.{number:05d}{SHARD_SUFFIX}"
+                part = ids[start : start + shard_tokens]
+                part.tofile(shard)
+                write_sidecar(shard, ShardInfo(chosen.dtype, chosen.vocab_size, len(part), chosen.name, split))
+                names.append(shard.name)
+
+        for old in stale:  # an earlier, longer set must not leave its tail behind
+            old.unlink()
+            sidecar(old).unlink(missing_ok=True)
+        for name in names:  # the sidecar first: a shard is never seen without it
+            shard = prefix.parent / name
+            os.replace(sidecar(Path(folder) / name), sidecar(shard))
+            os.replace(Path(folder) / name, shard)
+    return [prefix.parent / name for name in names]

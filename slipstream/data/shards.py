@@ -1,0 +1,99 @@
+"""Token shards: NAME.bin, raw little-endian ids, memory-mapped; NAME.json beside it says what they are.
+
+Nothing here is ever unpickled: a shard is numbers of a known width, and one that does not fit its
+description is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .tokens import DataError
+
+DTYPES: dict[str, np.dtype] = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SPLITS = ("train", "validation")
+_CHUNK_TOKENS = 2**24
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """The sidecar."""
+
+    dtype: str
+    """One of DTYPES."""
+    vocab_size: int
+    """Every id is below it."""
+    num_tokens: int
+    """How many ids the shard holds."""
+    tokenizer: str
+    """What made them, see `text.Tokenizer`."""
+    split: str = "train"
+    """"train", or "validation" for ids that must be kept from training."""
+
+
+def sidecar(shard: Path) -> Path:
+    return shard.with_suffix(".json")
+
+
+def write_sidecar(shard: Path, info: ShardInfo) -> None:
+    sidecar(shard).write_text(json.dumps(asdict(info), indent=2) + "\n")
+
+
+def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardInfo]:
+    """Map a shard and check every id; `token_dtype` is what to believe where there is no sidecar."""
+    info = _read_sidecar(sidecar(shard)) if sidecar(shard).exists() else None
+    if info is None and token_dtype is None:
+        raise DataError(
+            f"{str(shard)!r} has no {sidecar(shard).name} beside it to tell its type: set data.token_dtype."
+        )
+    if info is not None and token_dtype is not None and token_dtype != info.dtype:
+        raise DataError(
+            f"data.token_dtype is {token_dtype!r}, but {str(sidecar(shard))!r} says {info.dtype!r}: remove one of them."
+        )
+    name = info.dtype if info is not None else str(token_dtype)
+    dtype, size = DTYPES[name], shard.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise DataError(
+            f"{str(shard)!r} has {size} bytes, which is no number of whole {name} ids: "
+            "it is truncated or of another type, so write it again."
+        )
+    if info is not None and size != info.num_tokens * dtype.itemsize:
+        raise DataError(
+            f"{str(shard)!r} holds {size // dtype.itemsize} ids where its sidecar says {info.num_tokens}: "
+            "it is truncated or not its own, so write it again."
+        )
+    ids = np.memmap(shard, dtype=dtype, mode="r")
+    if info is None:
+        return ids, ShardInfo(name, _largest(ids) + 1, len(ids), "unknown")
+    if info.vocab_size <= np.iinfo(dtype).max and (largest := _largest(ids)) >= info.vocab_size:
+        raise DataError(
+            f"{str(shard)!r} holds the id {largest} where its sidecar says vocab_size {info.vocab_size}: "
+            "it is damaged or not its own, so write it again."
+        )
+    return ids, info
+
+
+def _largest(ids: np.ndarray) -> int:
+    """The largest id, read in chunks so that a shard larger than memory does not fill it."""
+    return max(int(ids[start : start + _CHUNK_TOKENS].max()) for start in range(0, len(ids), _CHUNK_TOKENS))
+
+
+def _read_sidecar(path: Path) -> ShardInfo:
+    try:
+        info = ShardInfo(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} does not describe a token shard ({error}): prepare it again.") from None
+    for field in ("vocab_size", "num_tokens"):
+        value = getattr(info, field)
+        if type(value) is not int or value < 1:
+            raise DataError(f"{str(path)!r} has {field} {value!r}: it must be a whole number above 0.")
+    if not isinstance(info.tokenizer, str):
+        raise DataError(f"{str(path)!r} has tokenizer {info.tokenizer!r}: it must be a name.")
+    for field, known in (("dtype", tuple(DTYPES)), ("split", SPLITS)):
+        if (value := getattr(info, field)) not in known:
+            raise DataError(f"{str(path)!r} has {field} {value!r}: it must be one of {', '.join(known)}.")
+    return info

@@ -1,0 +1,195 @@
+"""From files to token ids: which files, which documents in them, which tokenizer.
+
+Files are read in pieces and never whole, so that `prepare` can take any number of gigabytes. A document is
+one line of a .jsonl file, or what stands between two lines `<|endoftext|>` of a .txt file. Each ends with
+the tokenizer's own `<|endoftext|>` where it has one, and with a zero byte where tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .tokens import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+TEXT_SUFFIXES = (".txt", ".jsonl")
+SHARD_SUFFIX = ".bin"
+
+_SEPARATOR = re.compile(r"^<\|endoftext\|>\r?(?:\n|\Z)", re.MULTILINE)
+_PIECE_BYTES = 2**17
+_GROUP_CHARACTERS = 2**21
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    name: str
+    """What made the ids: "bytes", or a file's name and the start of its SHA-256."""
+    vocab_size: int
+    """Every id is below it."""
+    end_of_text: int | None
+    """The id that ends a document."""
+    encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]
+    """The ids of each of several texts."""
+
+    @property
+    def dtype(self) -> str:
+        """The narrowest type that holds every id."""
+        return "uint8" if self.vocab_size <= 2**8 else "uint16" if self.vocab_size <= 2**16 else "uint32"
+
+
+class Piece(NamedTuple):
+    text: str
+    ends_document: bool
+    position: int
+    """Bytes of the file read so far."""
+
+
+def load_tokenizer(tokenizer: str, field: str) -> Tokenizer:
+    """The tokenizer "bytes", or the one in a tokenizer.json; `field` is what errors call the setting."""
+    if tokenizer == "bytes":
+        return Tokenizer("bytes", 256, 0, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
+    path = Path(tokenizer).expanduser()
+    if not path.is_file():
+        raise DataError(f'{field} is {tokenizer!r}, which does not exist: give "bytes" or a tokenizer.json.')
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError(
+            f"{field} is {tokenizer!r}, which needs the tokenizers library: pip install 'slipstream[text]'."
+        ) from None
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{field} is {tokenizer!r}, which is no tokenizer ({error}): "
+            "give a tokenizer.json as the tokenizers library saves it."
+        ) from None
+    # A file made for a classifier may cut or pad whatever it is given.
+    library.no_truncation()
+    library.no_padding()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Tokenizer(
+        name=f"{path.name} {digest[:16]}",
+        vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=0) + 1,
+        end_of_text=library.token_to_id(END_OF_TEXT),
+        encode=lambda texts: [each.ids for each in library.encode_batch(texts, add_special_tokens=False)],
+    )
+
+
+def expand(sources: Sequence[str], field: str) -> list[Path]:
+    """The files that files, folders and globs stand for, in a stable order; errors call them `field`."""
+    suffixes = (*TEXT_SUFFIXES, SHARD_SUFFIX)
+    known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+    files: list[Path] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+            if not found:
+                raise DataError(f"{field} names the folder {source!r}, which holds no {known} file: add one.")
+        elif path.is_file():
+            found = [path]
+        else:
+            found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+            if not found:
+                raise DataError(f"{field} names {source!r}, which does not exist: give a file, a folder or a glob.")
+        for file in found:
+            if file.suffix not in suffixes:
+                raise DataError(f"{field} names {str(file)!r}, whose suffix is not known: give a {known} file.")
+        files += found
+    if not files:
+        raise DataError(f"{field} is empty: give at least one file, folder or glob.")
+    return list(dict.fromkeys(files))
+
+
+def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+    """The text of one .txt or .jsonl file, document by document; a long document comes in several pieces."""
+    return _read_jsonl(path, text_field) if path.suffix == ".jsonl" else _read_text(path)
+
+
+def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """The ids of pieces, many at a time since tokenizers work in parallel, and the position of the last.
+
+    Where a document comes in several pieces, a tokenizer may join a few characters at a seam differently.
+    """
+    for group in _groups(pieces):
+        ids = []
+        for piece, encoded in zip(group, tokenizer.encode([piece.text for piece in group]), strict=True):
+            ids.append(np.asarray(encoded, dtype=tokenizer.dtype))
+            if piece.ends_document and tokenizer.end_of_text is not None:
+                ids.append(np.asarray([tokenizer.end_of_text], dtype=tokenizer.dtype))
+        yield np.concatenate(ids), group[-1].position
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece.text)
+        if characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _read_text(path: Path) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    inside = False  # a document that has begun and not ended
+    with path.open("rb") as file:
+        while True:
+            # Up to the end of a line, so that no separator is cut; but no line is followed for ever.
+            block = file.read(_PIECE_BYTES) + file.readline(_PIECE_BYTES)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                position = file.tell() - len(error.object) + error.start
+                raise DataError(
+                    f"{str(path)!r} is not UTF-8 at byte {position}: convert it, with iconv for example."
+                ) from None
+            *ended, rest = _SEPARATOR.split(text)
+            for document in ended:
+                if inside or document:
+                    yield Piece(document, True, file.tell())
+                inside = False
+            if rest:
+                yield Piece(rest, False, file.tell())
+                inside = True
+            if not block:
+                break
+        if inside:
+            yield Piece("", True, file.tell())
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[Piece]:
+    position = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            position += len(line)
+            if not line.strip():
+                continue
+            where = f"{str(path)!r} line {number}"
+            try:
+                document = json.loads(line)
+            except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
+                raise DataError(f"{where} is not JSON ({error}): write one object on each line.") from None
+            text = document.get(text_field) if isinstance(document, dict) else None
+            if not isinstance(text, str):
+                raise DataError(f"{where} has no text in the field {text_field!r}: write it there, or set text_field.")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise DataError(f"{where} holds half a surrogate pair: escape its text as UTF-8.") from None
+            if text:
+                yield Piece(text, True, position)

@@ -1,0 +1,142 @@
+"""What a run leaves behind while it runs and when it ends: metrics.jsonl, a progress line, trace.json, loss.png."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .pipeline import EvaluationReport, StepReport
+from .pipeline.clock import Span
+
+
+class Metrics:
+    """One stage of a run writes these, for all of them."""
+
+    def __init__(
+        self, folder: Path, num_steps: int, tokens_per_step: int, log_every_steps: int, console: Console
+    ) -> None:
+        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
+        self._console = console
+        self._started = self._last = time.perf_counter()
+        self._validation = ""
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("filling the pipeline", total=num_steps)
+        self._progress.start()
+
+    def step(self, report: StepReport) -> None:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        done = report.step + 1
+        average = done * self._tokens_per_step / (now - self._started)
+        self._write(
+            step=report.step,
+            loss=report.loss,
+            gradient_norms=report.gradient_norms,
+            learning_rates=report.learning_rates,
+            update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
+            best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},
+            utilisations=report.utilisations,
+            delay=report.delay,
+            skipped=report.skipped,
+            tokens=done * self._tokens_per_step,
+            seconds=seconds,
+            tokens_per_second=self._tokens_per_step / seconds,
+        )
+        busy = [u for u in report.utilisations if math.isfinite(u)]
+        utilisation = f"  utilisation {sum(busy) / len(busy):.2f}" if busy else ""
+        line = f"loss {report.loss:.4f}{self._validation}  {average:,.0f} tokens/s{utilisation}"
+        self._progress.update(self._task, completed=done, description=line)
+        if not self._console.is_terminal and (done % self._log_every == 0 or done in (1, self._num_steps)):
+            self._console.print(f"step {done}/{self._num_steps}  {line}", highlight=False, soft_wrap=True)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        if report.loss is not None:
+            self._write(step=report.step, val_loss=report.loss)
+            self._validation = f"  val {report.loss:.4f}"
+
+    def _write(self, **values: Any) -> None:
+        self._file.write(json.dumps(_finite(values)) + "\n")
+
+    def close(self) -> float:
+        """Seconds from the start of the run to now."""
+        self._progress.stop()
+        self._file.close()
+        return time.perf_counter() - self._started
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan: what is not known is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def chrome_trace(spans_by_stage: Sequence[Sequence[Span]], started_at: Sequence[float]) -> dict[str, Any]:
+    """The latest actions of every stage, for chrome://tracing or ui.perfetto.dev; one row per stage."""
+    events: list[dict[str, Any]] = []
+    for stage, spans in enumerate(spans_by_stage):
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}})
+        offset = started_at[stage] - min(started_at)
+        for span in spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(span.action),
+                    "cat": span.action.op.name.lower(),
+                    "pid": 0,
+                    "tid": stage,
+                    "ts": (offset + span.start) * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"version": span.action.version, "microbatch": span.action.microbatch},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw_losses(folder: Path) -> Path | None:
+    """loss.png from metrics.jsonl; None where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    train = [(row["tokens"], row["loss"]) for row in rows if row.get("loss") is not None]
+    tokens_of = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
+    held_out = [(tokens_of[row["step"]], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    if train:
+        axes.plot(*zip(*train, strict=True), color="#4878a8", linewidth=1, label="training batch")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="#c8553d", marker="o", label="held out")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(folder.name)
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
