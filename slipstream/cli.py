@@ -4,77 +4,138 @@
     slipstream schedule NAME --stages P --microbatches M
     slipstream prepare SOURCE ... --output PREFIX
 
-A user's mistake is one sentence and exit code 2; a stage that failed is one sentence and exit code 1.
+Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
+and exit code 1.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import math
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-USAGE = "usage: slipstream {train,schedule,prepare} ... (each explains itself with --help)"
+from .arguments import UsageError, parse
+
+MAX_MICROBATCHES = 50_000
+"""Of a schedule to draw, over all stages and steps: seconds to check, and far more than a picture can show."""
 
 
-def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+def main() -> NoReturn:
+    from .pipeline import under_torchrun
+
+    if not under_torchrun():  # whose stages are not ours to end
+        _end_stages_on_sigterm()
+    code = run(sys.argv[1:])
+    if code != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a process group that lost a peer may hang in its destructor
+    sys.exit(0)
 
 
 def run(arguments: Sequence[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "schedule": _schedule, "prepare": _prepare}
+    commands: dict[str, Callable[[list[str]], None]] = {"train": _train, "schedule": _schedule, "prepare": _prepare}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    if arguments[0] not in commands:
-        print(f"command {arguments[0]!r} is unknown; {USAGE}", file=sys.stderr)
-        return 2
-    return commands[arguments[0]](list(arguments[1:]))
+    command = arguments[0]
+    try:
+        if command not in commands:
+            close = difflib.get_close_matches(command, commands, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(commands)}"
+            raise UsageError(f"command {command!r} is unknown: {remedy}")
+        commands[command](list(arguments[1:]))
+        sys.stdout.flush()
+    except UsageError as error:
+        return _say(error, 2)
+    except RunFailure as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left in the buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
 
 
-def _refuse(error: Exception | str) -> int:
-    print(f"slipstream: {error}", file=sys.stderr)
-    return 2
+def _say(message: Exception | str, code: int) -> int:
+    """One line, however many the message had."""
+    console = Console()
+    if console.is_terminal and code != 2:
+        console.show_cursor()  # a stage that was drawing a progress bar hid it, and may be past showing it again
+        console.print()
+    text = " ".join(str(message).split()).removesuffix(".")
+    print(f"slipstream: {text}", file=sys.stderr)
+    return code
+
+
+def _end_stages_on_sigterm() -> None:
+    """SIGTERM would end this process alone. As an interrupt, it ends the stages too; in a stage it stays what it is."""
+    parent = os.getpid()
+
+    def interrupt(signum: int, frame: object) -> None:
+        if os.getpid() == parent:
+            raise KeyboardInterrupt
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 # ---- train
 
 
-def _train(arguments: list[str]) -> int:
+class RunFailure(RuntimeError):
+    """A run that began and did not end well."""
+
+
+def _train(arguments: list[str]) -> None:
     from .config import Config, ConfigError, load_toml
     from .pipeline import NonFiniteError, PipelineError, StageFailure
-    from .trainer import train
+    from .trainer import run_folder, train
 
     try:
         default = Config()
         if arguments and not arguments[0].startswith("-"):
             default = load_toml(Path(arguments.pop(0)))
-        config = tyro.cli(
-            Config, prog="slipstream train [CONFIG.toml]", description=train.__doc__, args=arguments, default=default
+        description = (
+            "Trains a language model across pipeline stages and writes metrics, summary and trace to runs/NAME. "
+            "CONFIG.toml has the sections and fields below, steps = 200 under [train] for --train.steps 200; an option "
+            "wins over the file."
         )
+        config = parse(Config, arguments, "slipstream train", description, default)
         train(config)
     except ConfigError as error:
-        return _refuse(error)
+        raise UsageError(str(error)) from error
     except StageFailure as failure:
-        folder = Path(config.run.folder) / config.run.name
-        where = ""
-        if failure.details and folder.is_dir():
-            (folder / "failure.txt").write_text(failure.details, encoding="utf-8")
-            where = f" (traceback in {folder / 'failure.txt'})"
-        print(f"slipstream: {failure}{where}", file=sys.stderr)
-        return 1
+        details = failure.details
+        if not details and failure.__cause__ is not None and not isinstance(failure.__cause__, PipelineError):
+            details = "".join(traceback.format_exception(failure.__cause__))
+        raise RunFailure(f"{failure}{_keep(details, run_folder(config))}") from failure
     except (PipelineError, NonFiniteError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("slipstream: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        raise RunFailure(str(error)) from error
+
+
+def _keep(details: str, folder: Path) -> str:
+    """Puts a traceback where it does not get into anyone's way, and says where."""
+    if not details or not folder.is_dir():
+        return ""
+    path = folder / "failure.txt"
+    path.write_text(details, encoding="utf-8")
+    return f" (traceback in {path})"
 
 
 # ---- schedule
@@ -82,9 +143,12 @@ def _train(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ScheduleArguments:
-    name: Annotated[str, tyro.conf.Positional]
+    """Prints a schedule as a grid, proves what it promises, and draws it."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """two_bw, one_f_one_b, gpipe, pipedream or paci."""
     stages: int = 4
+    """Parts of the pipeline."""
     microbatches: int = 4
     """To a step."""
     steps: int = 3
@@ -96,18 +160,27 @@ class ScheduleArguments:
     forward: float = 1.0
     """Cost of a forward, in any unit of time."""
     backward: float = 2.0
+    """Cost of a backward, in the same unit."""
     latency: float = 0.0
     """Of a link between two stages, in the same unit."""
     output: tuple[Path, ...] = ()
     """Where to draw, .svg or .png; by default NAME_pP_mM.svg and .png in this folder."""
 
 
-def _schedule(arguments: list[str]) -> int:
+def _schedule(arguments: list[str]) -> None:
     from .schedule import Schedule, ScheduleError
     from .schedule.command import show
     from .schedule.simulate import Costs
 
-    given = tyro.cli(ScheduleArguments, prog="slipstream schedule", description=show.__doc__, args=arguments)
+    given = parse(ScheduleArguments, arguments, "slipstream schedule", ScheduleArguments.__doc__ or "")
+    for name in ("forward", "backward", "latency"):
+        if not 0 <= getattr(given, name) < math.inf:
+            raise UsageError(f"{name} = {getattr(given, name)} is no time: use a finite number of 0 or more")
+    if given.stages * given.microbatches * given.steps > MAX_MICROBATCHES:
+        raise UsageError(
+            f"{given.stages} stages x {given.microbatches} microbatches x {given.steps} steps are too many to draw: "
+            f"use fewer, {MAX_MICROBATCHES:,} at most in all"
+        )
     try:
         schedule = Schedule(
             given.name,
@@ -118,13 +191,22 @@ def _schedule(arguments: list[str]) -> int:
             sync_start_steps=given.sync_start_steps,
             global_update=given.name not in ("pipedream", "paci"),
         )
-        stem = f"{given.name}_p{given.stages}_m{given.microbatches}"
-        outputs = list(given.output) or [Path(f"{stem}.svg"), Path(f"{stem}.png")]
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
-        print(show(schedule, costs, outputs, max_width=Console().width))
-    except (ScheduleError, OSError) as error:
-        return _refuse(error)
-    return 0
+        print(show(schedule, costs, list(given.output) or _drawings(given), max_width=Console().width))
+    except ScheduleError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(_cannot_write(error, "output")) from error
+
+
+def _drawings(given: ScheduleArguments) -> list[Path]:
+    stem = f"{given.name}_p{given.stages}_m{given.microbatches}"
+    suffixes = [".svg", ".png"] if importlib.util.find_spec("matplotlib") else [".svg"]
+    return [Path(f"{stem}{suffix}") for suffix in suffixes]
+
+
+def _cannot_write(error: OSError, field: str) -> str:
+    return f"{field} = {str(error.filename)!r} cannot be written ({error.strerror}): choose another"
 
 
 # ---- prepare
@@ -132,24 +214,41 @@ def _schedule(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class PrepareArguments:
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Turns text into token shards, once, so that training maps them instead of tokenising.
+
+    Train on them with --data.sources PREFIX.train.*.bin --data.validation-sources PREFIX.validation.*.bin.
+    """
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ...")]
     """Text or JSONL files, folders or globs."""
     output: str
-    """Path and beginning of the shards' names: data/web gives data/web_train_00000.bin and so on."""
+    """Path and beginning of the shards' names: data/web gives data/web.train.00000.bin and so on."""
     tokenizer: str = "bytes"
     """"bytes", or a tokenizer.json."""
     shard_tokens: int = 100_000_000
+    """Tokens in a shard, the last one aside."""
     validation_fraction: float = 0.05
+    """The part held out: the end of the tokens."""
     text_field: str = "text"
     """The field of a JSONL object that holds its text."""
     overwrite: bool = False
+    """Replace earlier shards of the same name."""
 
 
-def _prepare(arguments: list[str]) -> int:
+def _prepare(arguments: list[str]) -> None:
     from .data import DataError, prepare
 
-    given = tyro.cli(PrepareArguments, prog="slipstream prepare", description=prepare.__doc__, args=arguments)
-    progress = Progress("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    given = parse(PrepareArguments, arguments, "slipstream prepare", PrepareArguments.__doc__ or "")
+    console = Console(stderr=True)
+    progress = Progress(
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
     task = progress.add_task("preparing", total=None)
     try:
         with progress:
@@ -164,7 +263,8 @@ def _prepare(arguments: list[str]) -> int:
                 overwrite=given.overwrite,
             )
     except DataError as error:
-        return _refuse(error)
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(_cannot_write(error, "output")) from error
     for shard in shards:
         print(shard)
-    return 0

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
 import tomllib
 import types
 import typing
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +21,10 @@ from typing import Any, Literal
 from .data import DataConfig
 from .model import PRESETS, ModelConfig
 from .optim.learning_rate import SCHEDULES as LEARNING_RATES
-from .schedule import Schedule, ScheduleError
+from .schedule import DEPTHS, SCHEDULES, Schedule, ScheduleError
+
+MAX_TIMEOUT_SECONDS = 1e6
+"""Some eleven days: longer than anyone waits, and short enough for every clock it is handed to."""
 
 
 class ConfigError(ValueError):
@@ -32,13 +38,19 @@ class ModelSection:
     vocab_size: int | None = None
     """None: the preset's, or the corpus's if that is larger."""
     sequence_length: int | None = None
-    """None: the preset's; likewise below."""
+    """Tokens in a sequence. None: the preset's; likewise below."""
     dim: int | None = None
+    """Width of the residual stream."""
     num_layers: int | None = None
+    """Blocks between the embedding and the head."""
     num_heads: int | None = None
+    """Query heads of a block."""
     num_kv_heads: int | None = None
+    """Key and value heads of a block."""
     hidden_dim: int | None = None
+    """Width inside a block's SwiGLU."""
     tied_embeddings: bool | None = None
+    """Whether embedding and head share one matrix."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +82,19 @@ class OptimizerSection:
     adamw_learning_rate: float = 0.003
     """muon: peak rate of embedding, head and norms."""
     arguments: dict[str, float] = field(default_factory=dict)
-    """A class by its import path: further arguments, such as {momentum = 0.9}."""
+    """A class by its import path: further arguments, {momentum = 0.9} in TOML, momentum 0.9 on the command line."""
     momentum: float = 0.95
     """muon: of the matrices."""
     beta1: float = 0.9
-    """adamw, and the part AdamW takes beside muon; likewise below."""
+    """adamw, and the part AdamW takes beside muon: decay of the mean."""
     beta2: float = 0.95
+    """Likewise, of the mean square."""
     nesterov: bool = True
     """muon: look ahead along the momentum."""
     newton_schulz_steps: int = 5
+    """muon: iterations that make an update orthogonal."""
     newton_schulz_dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """muon: what they compute in."""
     weight_decay: float = 0.1
     """Decoupled, times the learning rate; never extrapolated by error feedback."""
     clip_norm: float = 1.0
@@ -105,7 +120,9 @@ class TrainSection:
     seed: int = 0
     """Of the weights and of the order of the data."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where the stages compute; every stage that is a process wants a GPU of its own."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Of weights and activations."""
     non_finite: Literal["raise", "skip"] = "raise"
     """An inf or nan in loss or gradient stops the run, or costs one update, on all stages alike."""
     track_alignment: bool = True
@@ -125,6 +142,7 @@ class RunSection:
     name: str = "default"
     """The run's folder below `folder`."""
     folder: str = "runs"
+    """Where runs are kept."""
     overwrite: bool = False
     """Replace an earlier run of the same name."""
     log_every_steps: int = 10
@@ -148,8 +166,6 @@ class Config:
 def model_config(config: Config, corpus_vocab_size: int) -> ModelConfig:
     """The preset with the section's changes."""
     section = config.model
-    if section.preset not in PRESETS:
-        raise ConfigError(f"model.preset = {section.preset!r} is unknown: choose one of {', '.join(PRESETS)}")
     changes = {
         name: value for name, value in dataclasses.asdict(section).items() if name != "preset" and value is not None
     }
@@ -170,68 +186,141 @@ def model_config(config: Config, corpus_vocab_size: int) -> ModelConfig:
 
 def schedule_of(config: Config) -> Schedule:
     section = config.pipeline
-    try:
-        return Schedule(
-            section.schedule,
-            section.stages,
-            section.microbatches,
-            config.train.steps,
-            depth=section.depth,
-            sync_start_steps=section.sync_start_steps,
-        )
-    except ScheduleError as error:
-        raise ConfigError(f"pipeline: {error}") from error
+    return Schedule(
+        section.schedule,
+        section.stages,
+        section.microbatches,
+        config.train.steps,
+        depth=section.depth,
+        sync_start_steps=section.sync_start_steps,
+    )
+
+
+# ---- what cannot be
+
+
+AT_LEAST = {
+    "train.steps": 1,
+    "train.microbatch_size": 1,
+    "pipeline.stages": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.sync_start_steps": 0,
+    "optimizer.error_feedback": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_norm": 0,
+    "optimizer.learning_rate": 0,
+    "optimizer.adamw_learning_rate": 0,
+    "optimizer.newton_schulz_steps": 1,
+    "evaluation.every_steps": 0,
+    "evaluation.batches": 0,
+    "run.log_every_steps": 1,
+}
 
 
 def validate(config: Config) -> None:
     """What can be said without looking at data or model; the rest is said when those are built."""
-    at_least = {
-        "train.steps": 1,
-        "train.microbatch_size": 1,
-        "pipeline.stages": 1,
-        "pipeline.microbatches": 1,
-        "pipeline.sync_start_steps": 0,
-        "optimizer.error_feedback": 0,
-        "optimizer.weight_decay": 0,
-        "optimizer.clip_norm": 0,
-        "optimizer.learning_rate": 0,
-        "optimizer.adamw_learning_rate": 0,
-        "optimizer.newton_schulz_steps": 1,
-        "optimizer.final_fraction": 0,
-        "evaluation.every_steps": 0,
-        "evaluation.batches": 0,
-        "run.log_every_steps": 1,
-    }
-    for path, least in at_least.items():
-        section, name = path.split(".")
-        value = getattr(getattr(config, section), name)
-        if not value >= least or value == float("inf"):
-            raise ConfigError(f"{path} = {value} cannot be: use a finite number of {least} or more")
+    values = dict(_walk(config))
+    for path, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path} = {value} is not finite: write a number that is")
+        if isinstance(value, str) and not _is_unicode(value):
+            raise ConfigError(f"{path} = {value!r} is not Unicode: write it in UTF-8")
+    for path, least in AT_LEAST.items():
+        if values[path] < least:
+            raise ConfigError(f"{path} = {values[path]} is too small: use {least} or more")
+    _choose("model.preset", config.model.preset, PRESETS)
+    _choose("pipeline.schedule", config.pipeline.schedule, SCHEDULES)
+    _choose("pipeline.depth", config.pipeline.depth, DEPTHS)
+    _choose("optimizer.schedule", config.optimizer.schedule, LEARNING_RATES)
+    _validate_pipeline(config)
+    _validate_optimizer(config)
+    name = config.run.name
+    if not name or Path(name).name != name or not name.isprintable():
+        raise ConfigError(f"run.name = {name!r} is not the name of a folder: use letters, digits, - and _")
+    if not config.run.folder or not config.run.folder.isprintable():
+        raise ConfigError(f"run.folder = {config.run.folder!r} is not a path: name a folder to keep runs in")
+
+
+def _walk(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value and its path; those of a list or a table one by one."""
+    for member in dataclasses.fields(section):
+        value, path = getattr(section, member.name), f"{where}{member.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{path}.")
+        elif isinstance(value, dict):
+            yield from ((f"{path}.{key}", item) for key, item in value.items())
+        elif isinstance(value, tuple):
+            yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+        else:
+            yield path, value
+
+
+def _is_unicode(text: str) -> bool:
+    """An argument that was not decodable carries surrogates, which no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _choose(path: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{path} = {value!r} is unknown: choose one of {', '.join(known)}")
+
+
+def _validate_pipeline(config: Config) -> None:
+    section = config.pipeline
+    if section.depth == "double" and section.schedule != "two_bw":
+        raise ConfigError(
+            f"pipeline.depth = 'double' is made for two_bw, not for {section.schedule}: set pipeline.depth = 'minimum'"
+        )
+    if not 0 < section.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"pipeline.timeout_seconds = {section.timeout_seconds:g} cannot be: use more than 0, and at most "
+            f"{MAX_TIMEOUT_SECONDS:,.0f}"
+        )
+    if section.schedule == "paci" and config.optimizer.error_feedback != 0:
+        raise ConfigError(
+            f"optimizer.error_feedback = {config.optimizer.error_feedback:g} needs a weight version to predict into, "
+            "and paci keeps none: set optimizer.error_feedback = 0, or pipeline.schedule = 'two_bw'"
+        )
+    try:
+        schedule_of(config)
+    except ScheduleError as error:
+        # Everything else it could object to has been looked at above.
+        raise ConfigError(f"pipeline.microbatches = {section.microbatches} does not do: {error}") from error
+
+
+def _validate_optimizer(config: Config) -> None:
+    section, steps = config.optimizer, config.train.steps
     for name in ("momentum", "beta1", "beta2"):
-        value = getattr(config.optimizer, name)
+        value = getattr(section, name)
         if not 0 <= value < 1:
             raise ConfigError(f"optimizer.{name} = {value} cannot be: use at least 0 and less than 1")
+    if not 0 <= section.final_fraction <= 1:
+        raise ConfigError(f"optimizer.final_fraction = {section.final_fraction} is no share: use 0 to 1")
     for name in ("warmup_steps", "decay_steps"):
-        value = getattr(config.optimizer, name)
-        if value is not None and not 0 <= value <= config.train.steps:
+        value = getattr(section, name)
+        if value is not None and not 0 <= value <= steps:
             raise ConfigError(
-                f"optimizer.{name} = {value} does not fit into train.steps = {config.train.steps}: use 0 to "
-                f"{config.train.steps}, or leave it out"
+                f"optimizer.{name} = {value} does not fit into train.steps = {steps}: use 0 to {steps}, or leave it out"
             )
-    if config.optimizer.final_fraction > 1:
-        raise ConfigError(f"optimizer.final_fraction = {config.optimizer.final_fraction} is more than 1: use 0 to 1")
-    if config.optimizer.schedule not in LEARNING_RATES:
+    if section.schedule == "wsd" and section.warmup_steps and section.decay_steps:
+        left = steps - section.warmup_steps
+        if section.decay_steps > left:
+            raise ConfigError(
+                f"optimizer.decay_steps = {section.decay_steps} is more than the {left} of train.steps = {steps} that "
+                f"optimizer.warmup_steps = {section.warmup_steps} leaves: use at most {left}"
+            )
+    if section.arguments and section.name in ("muon", "adamw"):
         raise ConfigError(
-            f"optimizer.schedule = {config.optimizer.schedule!r} is unknown: choose one of {', '.join(LEARNING_RATES)}"
+            f"optimizer.arguments = {section.arguments} is for a class by its import path, and {section.name} has "
+            "fields of its own: use those"
         )
-    if not config.pipeline.timeout_seconds > 0:
-        raise ConfigError(
-            f"pipeline.timeout_seconds = {config.pipeline.timeout_seconds:g} is no time at all: use more than 0"
-        )
-    name = config.run.name
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise ConfigError(f"run.name = {name!r} is not the name of a folder: use letters, digits, - and _")
-    schedule_of(config)
+    for name, own in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        if name in section.arguments:
+            raise ConfigError(f"optimizer.arguments has {name}: set optimizer.{own} instead")
 
 
 # ---- TOML in and out
@@ -242,7 +331,7 @@ def load_toml(path: Path) -> Config:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, a number without end, tables without end
         raise ConfigError(f"{path} is not valid TOML ({error}): mend it there") from error
     return _build(Config, tree, f"{path}: ")
 
@@ -254,9 +343,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
     values = {}
     for name, value in tree.items():
         if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1)
-            remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(hints)}"
-            raise ConfigError(f"{where}{name} is unknown: {remedy}")
+            raise ConfigError(f"{where}{name} is unknown: {_suggest(name, hints)}")
         if dataclasses.is_dataclass(hints[name]):
             values[name] = _build(typing.cast(type, hints[name]), value, f"{where}{name}.")
         else:
@@ -264,24 +351,53 @@ def _build(cls: type, tree: Any, where: str) -> Any:
     return cls(**values)
 
 
+def _suggest(name: str, hints: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(name, hints, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    for section, hint in hints.items():
+        if dataclasses.is_dataclass(hint) and name in typing.get_type_hints(hint):
+            return f"did you mean {section}.{name}?"
+    return f"known are {', '.join(hints)}"
+
+
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert(next(a for a in arguments if a is not types.NoneType), value, where)
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{where} = {value!r} is unknown: choose one of {', '.join(map(str, arguments))}")
+    if origin is Literal and isinstance(value, str):
+        _choose(where, value, arguments)
         return value
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(arguments[0], item, where) for item in value)
     if origin is dict and isinstance(value, dict):
         return {str(key): _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _to_float(value, where)
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
         return value
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
-    raise ConfigError(f"{where} = {value!r} has the wrong type: write {wanted.get(hint, 'a list or table of values')}")
+    raise ConfigError(f"{where} = {value!r} has the wrong type: write {wanted(hint)}")
+
+
+def _to_float(value: int, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ConfigError(f"{where} = {value} is too large: write a smaller number") from error
+
+
+def wanted(hint: Any) -> str:
+    """What to write for a field of this type, in TOML or on the command line."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return wanted(next(a for a in arguments if a is not types.NoneType))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        return f"a list, each item {wanted(arguments[0])}"
+    if origin is dict:
+        return f"a table, each value {wanted(arguments[1])}"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a text")
 
 
 def to_toml(config: Config) -> str:
@@ -300,8 +416,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        # TOML's escapes are JSON's, except that it has no surrogate pairs and does not take a bare DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_literal, value)) + "]"
     if isinstance(value, dict):

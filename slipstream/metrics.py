@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +17,29 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .pipeline import EvaluationReport, StepReport
 from .pipeline.clock import Span
+from .schedule import Op
+
+
+class Screen(Console):
+    """Plain lines of any length, and a run that goes on when nobody reads them any more (`slipstream train | head`)."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Metrics:
-    """One stage of a run writes these, for all of them."""
+    """One stage of a run writes these, for all of them: an object per update, and one more per evaluation."""
 
     def __init__(
-        self, folder: Path, num_steps: int, tokens_per_step: int, log_every_steps: int, console: Console
+        self, folder: Path, num_steps: int, tokens_per_step: int, log_every_steps: int, screen: Screen
     ) -> None:
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
-        self._console = console
+        self._screen = screen
         self._started = self._last = time.perf_counter()
         self._validation = ""
         self._progress = Progress(
@@ -33,8 +47,8 @@ class Metrics:
             BarColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+            console=screen,
+            disable=not screen.is_terminal,
         )
         self._task = self._progress.add_task("filling the pipeline", total=num_steps)
         self._progress.start()
@@ -62,8 +76,8 @@ class Metrics:
         utilisation = f"  utilisation {sum(busy) / len(busy):.2f}" if busy else ""
         line = f"loss {report.loss:.4f}{self._validation}  {average:,.0f} tokens/s{utilisation}"
         self._progress.update(self._task, completed=done, description=line)
-        if not self._console.is_terminal and (done % self._log_every == 0 or done in (1, self._num_steps)):
-            self._console.print(f"step {done}/{self._num_steps}  {line}", highlight=False, soft_wrap=True)
+        if not self._screen.is_terminal and (done % self._log_every == 0 or done in (1, self._num_steps)):
+            self._screen.print(f"step {done}/{self._num_steps}  {line}")
 
     def evaluation(self, report: EvaluationReport) -> None:
         if report.loss is not None:
@@ -71,7 +85,7 @@ class Metrics:
             self._validation = f"  val {report.loss:.4f}"
 
     def _write(self, **values: Any) -> None:
-        self._file.write(json.dumps(_finite(values)) + "\n")
+        self._file.write(json.dumps(finite(values)) + "\n")
 
     def close(self) -> float:
         """Seconds from the start of the run to now."""
@@ -80,22 +94,28 @@ class Metrics:
         return time.perf_counter() - self._started
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no nan: what is not known is null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
 def chrome_trace(spans_by_stage: Sequence[Sequence[Span]], started_at: Sequence[float]) -> dict[str, Any]:
-    """The latest actions of every stage, for chrome://tracing or ui.perfetto.dev; one row per stage."""
-    events: list[dict[str, Any]] = []
+    """The latest actions of every stage, for chrome://tracing or ui.perfetto.dev.
+
+    Two rows per stage: updates run in the background, beside forwards and backwards, and a row shows overlapping spans
+    only where one lies inside the other.
+    """
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "slipstream"}}]
     for stage, spans in enumerate(spans_by_stage):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}})
+        for row, title in ((2 * stage, f"stage {stage}"), (2 * stage + 1, f"stage {stage}, updates")):
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": title}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
         offset = started_at[stage] - min(started_at)
         for span in spans:
             events.append(
@@ -104,7 +124,7 @@ def chrome_trace(spans_by_stage: Sequence[Sequence[Span]], started_at: Sequence[
                     "name": str(span.action),
                     "cat": span.action.op.name.lower(),
                     "pid": 0,
-                    "tid": stage,
+                    "tid": 2 * stage + (span.action.op is Op.UPDATE),
                     "ts": (offset + span.start) * 1e6,
                     "dur": (span.end - span.start) * 1e6,
                     "args": {"version": span.action.version, "microbatch": span.action.microbatch},

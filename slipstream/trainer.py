@@ -1,13 +1,11 @@
-"""Builds the parts from a configuration and runs them: `slipstream train`.
+"""Runs what a configuration comes to: `slipstream train`.
 
-The trainer is a user of `Pipeline` and `launch` like any other. Everything that can be wrong with a configuration is
-said by `check` before a process is started.
+The trainer is a user of `Pipeline` and `launch` like any other.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -15,199 +13,106 @@ import resource
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+import traceback
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
-from .config import Config, ConfigError, model_config, schedule_of, to_toml, validate
-from .data import Batches, Corpus, DataConfig, ValidationBatches, load_corpus, validation_batches
-from .metrics import Metrics, chrome_trace, draw_losses
-from .model import ModelConfig, decoder, initialise, layer_costs, next_token_loss, num_parameters
-from .optim import AdamW, Group, learning_rate_schedule, muon_and_adamw
-from .pipeline import Pipeline, StepReport, Transport, launch, partition, under_torchrun
+from .config import Config, ConfigError, to_toml, validate
+from .metrics import Metrics, Screen, chrome_trace, draw_losses, finite
+from .model import decoder, initialise, next_token_loss, num_parameters
+from .parts import Parts, check
+from .pipeline import (
+    NonFiniteError,
+    Pipeline,
+    PipelineError,
+    StageFailure,
+    StepReport,
+    Transport,
+    launch,
+    under_torchrun,
+)
 from .pipeline.clock import Span
 from .pipeline.comm import gather_objects
-from .pipeline.partition import check_sizes
-from .pipeline.pipeline import plan_schedule
 from .schedule import Action
 
 TRACE_SPANS = 512
 """Latest actions of every stage that go into trace.json."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a configuration comes to."""
-
-    model: ModelConfig
-    batches: Batches
-    validation: ValidationBatches | None
-    groups: list[Group]
-    learning_rate: Callable[[int], float]
-    layers_per_stage: list[int]
-
-
-@cache
-def _corpus(config: DataConfig) -> Corpus:
-    """Read once by whoever starts the stages, and inherited by those that are forked."""
-    return load_corpus(config)
-
-
-def check(config: Config) -> Parts:
-    """Builds everything but weights and processes, or says in one sentence why it cannot be done."""
-    validate(config)
-    if config.train.device == "cuda":
-        _check_cuda(config)
-    try:
-        corpus = _corpus(config.data)
-        model = model_config(config, corpus.vocab_size)
-        batches = Batches(
-            corpus.train,
-            model.sequence_length,
-            config.train.microbatch_size,
-            config.pipeline.microbatches,
-            seed=config.train.seed,
-        )
-        validation = None
-        if config.evaluation.batches:
-            validation = validation_batches(
-                corpus.validation, model.sequence_length, config.train.microbatch_size, config.evaluation.batches
-            )
-        groups = parameter_groups(config)
-        costs = layer_costs(model, model.sequence_length)
-        sizes = list(config.pipeline.layers_per_stage) or partition(costs, config.pipeline.stages)
-        check_sizes(sizes, len(costs), config.pipeline.stages)
-        has_tied = model.tied_embeddings and config.pipeline.stages > 1
-        plan_schedule(schedule_of(config), groups, has_tied, config.train.non_finite == "skip")
-        _check_optimizers(groups)
-        steps = config.train.steps
-        rate = config.optimizer
-        learning_rate = learning_rate_schedule(
-            rate.schedule,
-            warmup_steps=steps // 10 if rate.warmup_steps is None else rate.warmup_steps,
-            total_steps=steps,
-            decay_steps=steps // 5 if rate.decay_steps is None else rate.decay_steps,
-            final_fraction=rate.final_fraction,
-        )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return Parts(model, batches, validation, groups, learning_rate, sizes)
-
-
-def _check_cuda(config: Config) -> None:
-    if not torch.cuda.is_available():
-        raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
-    num_devices, stages = torch.cuda.device_count(), config.pipeline.stages
-    if config.pipeline.transport == "process" and not under_torchrun() and num_devices < stages:
-        raise ConfigError(
-            f"pipeline.stages = {stages} processes need a GPU each and there are {num_devices}: use "
-            "pipeline.transport = 'thread' for several stages on one GPU, or fewer stages"
-        )
-
-
-def parameter_groups(config: Config) -> list[Group]:
-    section = config.optimizer
-    clip_norm = section.clip_norm or None
-    shared: dict[str, Any] = {
-        "weight_decay": section.weight_decay,
-        "error_feedback": section.error_feedback,
-        "clip_norm": clip_norm,
-    }
-    if section.name == "muon":
-        return muon_and_adamw(
-            muon_lr=section.learning_rate,
-            muon_beta=section.momentum,
-            muon_nesterov=section.nesterov,
-            muon_ns_steps=section.newton_schulz_steps,
-            muon_ns_dtype=getattr(torch, section.newton_schulz_dtype),
-            adamw_lr=section.adamw_learning_rate,
-            adamw_beta1=section.beta1,
-            adamw_beta2=section.beta2,
-            **shared,
-        )
-    if section.name == "adamw":
-        make = partial(AdamW, lr=section.learning_rate, beta1=section.beta1, beta2=section.beta2)
-        return [Group("all", make, **shared)]
-    cls = _optimizer_class(section.name)
-    return [Group("all", partial(cls, lr=section.learning_rate, **section.arguments), **shared)]
-
-
-def _optimizer_class(path: str) -> Any:
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name) if module_name else None
-    except (ImportError, AttributeError):
-        cls = None
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"optimizer.name = {path!r} is no optimizer: use muon, adamw or the import path of an installed torch "
-            "optimizer, such as torch.optim.SGD"
-        )
-    return cls
-
-
-def _check_optimizers(groups: list[Group]) -> None:
-    """Makes every optimizer once for a toy matrix: wrong arguments are the user's to hear of before the run."""
-    for group in groups:
-        try:
-            group.optimizer([nn.Parameter(torch.zeros(2, 2))])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"the optimizer of group {group.name!r} refuses its arguments: {error}") from error
-
-
-# ---- the run
+def run_folder(config: Config) -> Path:
+    return Path(config.run.folder) / config.run.name
 
 
 def train(config: Config) -> None:
     """Checks, makes the run's folder, starts the stages. Under torchrun, every rank calls this."""
     torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    validate(config)
+    folder = run_folder(config)
+    if is_first:
+        _check_folder(folder, config.run.overwrite)
     parts = check(config)
-    console = Console()
-    folder = Path(config.run.folder) / config.run.name
-    if int(os.environ.get("RANK", "0")) == 0:
-        _make_folder(folder, config.run.overwrite)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        console.print(
+    if is_first:
+        _make_folder(folder, config)
+        Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
-            f"{parts.layers_per_stage} layers, {config.pipeline.schedule}, {config.train.device}; writing {folder}",
-            highlight=False,
-            soft_wrap=True,
+            f"{parts.layers_per_stage} layers, {config.pipeline.schedule}, {config.train.device}; writing {folder}"
         )
-    launch(
-        partial(train_stage, config=config),
-        config.pipeline.stages,
-        threads=config.pipeline.transport == "thread",
-        device=config.train.device,
-        timeout_seconds=config.pipeline.timeout_seconds,
-        start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
-    )
-
-
-def _make_folder(folder: Path, overwrite: bool) -> None:
-    if folder.exists():
-        if not overwrite:
-            raise ConfigError(
-                f"run.name = {folder.name!r} has been used: {folder} exists; choose another name, or set run.overwrite"
-            )
-        if folder.is_symlink() or not (folder / "config.toml").exists():
-            raise ConfigError(
-                f"run.name = {folder.name!r} is no run's folder: {folder} has no config.toml; remove it yourself"
-            )
-        shutil.rmtree(folder)
     try:
-        folder.mkdir(parents=True)
+        launch(
+            partial(train_stage, config=config),
+            config.pipeline.stages,
+            threads=config.pipeline.transport == "thread",
+            device=config.train.device,
+            timeout_seconds=config.pipeline.timeout_seconds,
+            start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
+        )
+    except (StageFailure, PipelineError, NonFiniteError):
+        raise
+    except Exception as error:
+        if not under_torchrun():
+            raise
+        message = f"stage {os.environ['RANK']} failed with {type(error).__name__}: {error}"
+        raise StageFailure(message, traceback.format_exc()) from error
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    try:
+        if not (folder.exists() or folder.is_symlink()):
+            return
+        is_run = (folder / "config.toml").exists() and not folder.is_symlink()
     except OSError as error:
+        raise _unwritable(folder, error) from error
+    if not overwrite:
         raise ConfigError(
-            f"run.folder = {str(folder.parent)!r} cannot be written ({error.strerror}): use another"
-        ) from error
+            f"run.name = {folder.name!r} has been used, {folder} exists: choose another, or set run.overwrite"
+        )
+    if not is_run:
+        raise ConfigError(
+            f"run.name = {folder.name!r} would overwrite {folder}, which has no config.toml and is no run: "
+            "choose another, or remove it yourself"
+        )
+
+
+def _make_folder(folder: Path, config: Config) -> None:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.folder = {str(folder.parent)!r} cannot take the folder {folder.name!r} ({error.strerror}): use another"
+    )
 
 
 def train_stage(transport: Transport, config: Config) -> None:
@@ -249,12 +154,11 @@ def train_stage(transport: Transport, config: Config) -> None:
         prepare=materialise,
         device=device,
     )
-    folder = Path(config.run.folder) / config.run.name
     is_last = transport.stage == transport.num_stages - 1
     tokens_per_step = parts.batches.num_tokens(0)
-    console = Console()
+    screen, folder = Screen(), run_folder(config)
     metrics = (
-        Metrics(folder, config.train.steps, tokens_per_step, config.run.log_every_steps, console) if is_last else None
+        Metrics(folder, config.train.steps, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
     )
     delays: list[int] = []
     losses: list[float] = []
@@ -275,7 +179,7 @@ def train_stage(transport: Transport, config: Config) -> None:
     stages = _gather_stages(transport, pipeline, delays, device)
     if is_last:
         summary = _summary(config, parts, stages, losses, val_loss, seconds)
-        _leave_behind(folder, summary, stages, console)
+        _leave_behind(folder, summary, stages, screen)
 
 
 def _gather_stages(
@@ -288,9 +192,8 @@ def _gather_stages(
         for name, weight in pipeline.weights().items()
         if transport.stage == pipeline.tied.get(name, (transport.stage,))[0]  # a tied weight is one weight
     }
-    late = delays[
-        schedule.sync_start_steps + schedule.delay(transport.stage) :
-    ]  # the first have nothing to be late for
+    num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
+    late = delays[num_early:]  # the first have nothing to be late for
     own = {
         "utilisation": executor.clock.utilisation(),
         "busy_seconds": {op.name.lower(): seconds for op, seconds in executor.clock.busy_by_op.items()},
@@ -353,9 +256,8 @@ def _summary(
     }
 
 
-def _leave_behind(folder: Path, summary: dict[str, Any], stages: list[dict[str, Any]], console: Console) -> None:
-    finite = json.loads(json.dumps(summary), parse_constant=lambda constant: None)
-    (folder / "summary.json").write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+def _leave_behind(folder: Path, summary: dict[str, Any], stages: list[dict[str, Any]], screen: Screen) -> None:
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
     spans = [[Span(Action.parse(text), start, end) for text, start, end in stage["spans"]] for stage in stages]
     trace = chrome_trace(spans, [stage["started_at"] for stage in stages])
     (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
@@ -370,4 +272,4 @@ def _leave_behind(folder: Path, summary: dict[str, Any], stages: list[dict[str, 
         f"{summary['live_weight_versions']} live weight versions",
         f"{folder}: summary.json, metrics.jsonl, config.toml, trace.json" + (", loss.png" if drawn else ""),
     ]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    screen.print("\n".join(lines))

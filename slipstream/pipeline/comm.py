@@ -60,9 +60,6 @@ class Gathering(ABC):
     """A gather under way."""
 
     @abstractmethod
-    def is_done(self) -> bool: ...
-
-    @abstractmethod
     def wait(self, waiting: Waiting) -> list[Tensor]:
         """One tensor per stage, in the order of the stages."""
 
@@ -71,6 +68,8 @@ class Transport(ABC):
     stage: int
     num_stages: int
     timeout_seconds: float
+    max_under_way: int = 1
+    """Messages that may be sent and not yet taken, on each link; more than that, and the sender waits."""
     forward_in: Link
     forward_out: Link
     backward_in: Link
@@ -154,8 +153,14 @@ class ProcessLink(Link):
     def _send(self, message: Message) -> None:
         works = [_present(dist.isend(tensor, self._peer, group=self._group)) for tensor in message]
         self._sending.append((works, message))  # a work dropped too early takes its message with it
-        while self._sending and all(work.is_completed() for work in self._sending[0][0]):
-            self._sending.popleft()
+        while len(self._sending) > self._transport.max_under_way:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Only a wait tells that a gloo send is done: so it is asked when the message must have been taken long ago."""
+        works, _ = self._sending.popleft()
+        for work in works:
+            self._transport.wait(work, lambda: "a message of its own to be taken", self._peer)
 
     def expect(self, kind: str) -> None:
         self._expected.append(kind)
@@ -185,18 +190,13 @@ class ProcessLink(Link):
 
     def flush(self) -> None:
         while self._sending:
-            works, _ = self._sending.popleft()
-            for work in works:
-                self._transport.wait(work, lambda: "its last messages to be taken", self._peer)
+            self._finish_oldest()
         self._specs.clear()
 
 
 class ProcessGathering(Gathering):
     def __init__(self, transport: ProcessTransport, work: dist.Work, tensor: Tensor, gathered: list[Tensor]) -> None:
         self._transport, self._work, self._tensor, self._gathered = transport, work, tensor, gathered
-
-    def is_done(self) -> bool:
-        return self._work.is_completed()
 
     def wait(self, waiting: Waiting) -> list[Tensor]:
         self._transport.wait(self._work, waiting, None)
@@ -333,12 +333,9 @@ class ThreadGathering(Gathering):
         self._world, self._stage, self._key = world, stage, key
         self._parts = world.gathers[key]
 
-    def is_done(self) -> bool:
-        return len(self._parts) == len(self._key[0])
-
     def wait(self, waiting: Waiting) -> list[Tensor]:
         with self._world.changed:
-            self._world.wait_for(self.is_done, self._stage, waiting)
+            self._world.wait_for(lambda: len(self._parts) == len(self._key[0]), self._stage, waiting)
             self._world.gathers.pop(self._key, None)
         return [self._parts[stage] for stage in self._key[0]]
 

@@ -104,6 +104,7 @@ class Pipeline:
             bool(tied),
             skip_non_finite,
         )
+        transport.max_under_way = self.schedule.max_in_flight + self.schedule.num_evaluations
         for stages in sorted(set(tied.values())):
             transport.open_group(stages)
         module = cut(model, sizes, stage)
@@ -118,12 +119,12 @@ class Pipeline:
             separate_masters=predicts or track_alignment,
             drifting=self.schedule.name == "paci",
         )
-        self._updater = Updater(self.versions, groups, learning_rate, track_alignment, device)
+        self.updater = Updater(self.versions, groups, learning_rate, track_alignment, device)
         self.executor = Executor(
             transport=transport,
             schedule=self.schedule,
             versions=self.versions,
-            updater=self._updater,
+            updater=self.updater,
             groups=groups,
             tied={name: stages for name, stages in tied.items() if name in self.versions.masters},
             task=Task(

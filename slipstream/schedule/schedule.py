@@ -82,6 +82,16 @@ class Schedule:
         """How many weight versions the stage has to keep."""
         return self.delay(stage) + 1
 
+    @property
+    def max_in_flight(self) -> int:
+        """Forwards without their backward, on the stage that has the most: the first."""
+        warmups = {
+            "gpipe": self.num_microbatches - 1,
+            "two_bw": self.warmup(0),
+            "pipedream": self.delay(0) * self.num_microbatches,
+        }
+        return max(warmups.get(self.name, 0), self.num_stages - 1) + 1
+
     def max_drift(self, stage: int) -> int:
         """PACI: the most updates a microbatch may cross between its forward and its backward; elsewhere none."""
         return -(-(self.num_stages - 1 - stage) // self.num_microbatches) if self.name == "paci" else 0

@@ -1,0 +1,225 @@
+"""What a configuration comes to: model, data, optimizers and cuts, checked, before any weight or process exists.
+
+Everything that can be wrong with a configuration is said here, in one sentence, before a process is started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import Config, ConfigError, model_config, schedule_of, validate
+from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
+from .model import ModelConfig, decoder, layer_costs
+from .optim import AdamW, Group, learning_rate_schedule, muon_and_adamw
+from .optim.groups import assign
+from .pipeline import PartitionError, partition, under_torchrun
+from .pipeline.partition import check_sizes
+from .pipeline.pipeline import plan_schedule
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a configuration comes to."""
+
+    model: ModelConfig
+    batches: Batches
+    validation: ValidationBatches | None
+    groups: list[Group]
+    learning_rate: Callable[[int], float]
+    layers_per_stage: list[int]
+
+
+@cache
+def _corpus(config: DataConfig) -> Corpus:
+    """Read once by whoever starts the stages, and inherited by those that are forked."""
+    return load_corpus(config)
+
+
+def check(config: Config) -> Parts:
+    """Builds everything but weights and processes, or says in one sentence why it cannot be done."""
+    validate(config)
+    if under_torchrun():
+        _check_torchrun(config)
+    if config.train.device == "cuda":
+        _check_cuda(config)
+    try:
+        groups = parameter_groups(config)
+        corpus = _corpus(config.data)
+        model = model_config(config, corpus.vocab_size)
+        _check_optimizers(config, groups, model)
+        sizes = _layers_per_stage(config, model)
+        plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
+        batches, validation = _batches(config, model, corpus)
+        learning_rate = _learning_rate(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Parts(model, batches, validation, groups, learning_rate, sizes)
+
+
+def _check_torchrun(config: Config) -> None:
+    stages, world_size = config.pipeline.stages, int(os.environ["WORLD_SIZE"])
+    if config.pipeline.transport == "thread" and world_size > 1:
+        raise ConfigError(
+            f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {world_size}: "
+            "set pipeline.transport = 'process', or leave torchrun out"
+        )
+    if config.pipeline.transport == "process" and stages != world_size:
+        raise ConfigError(
+            f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
+            f"set pipeline.stages = {world_size}, or start {stages}"
+        )
+
+
+def _check_cuda(config: Config) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
+    num_devices, stages = torch.cuda.device_count(), config.pipeline.stages
+    if config.pipeline.transport == "process" and not under_torchrun() and num_devices < stages:
+        raise ConfigError(
+            f"pipeline.stages = {stages} processes need a GPU each and there are {num_devices}: use "
+            "pipeline.transport = 'thread' for several stages on one GPU, or fewer stages"
+        )
+
+
+def parameter_groups(config: Config) -> list[Group]:
+    section = config.optimizer
+    clip_norm = section.clip_norm or None
+    shared: dict[str, Any] = {
+        "weight_decay": section.weight_decay,
+        "error_feedback": section.error_feedback,
+        "clip_norm": clip_norm,
+    }
+    if section.name == "muon":
+        return muon_and_adamw(
+            muon_lr=section.learning_rate,
+            muon_beta=section.momentum,
+            muon_nesterov=section.nesterov,
+            muon_ns_steps=section.newton_schulz_steps,
+            muon_ns_dtype=getattr(torch, section.newton_schulz_dtype),
+            adamw_lr=section.adamw_learning_rate,
+            adamw_beta1=section.beta1,
+            adamw_beta2=section.beta2,
+            **shared,
+        )
+    if section.name == "adamw":
+        make = partial(AdamW, lr=section.learning_rate, beta1=section.beta1, beta2=section.beta2)
+        return [Group("all", make, **shared)]
+    cls = _optimizer_class(section.name)
+    arguments: dict[str, float] = {"lr": section.learning_rate, **section.arguments}
+    if "weight_decay" in inspect.signature(cls).parameters:
+        arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
+    return [Group("all", partial(cls, **arguments), **shared)]
+
+
+def _optimizer_class(path: str) -> Any:
+    module_name, _, class_name = path.rpartition(".")
+    cls, reason = None, ""
+    if module_name:
+        try:
+            cls = getattr(importlib.import_module(module_name), class_name)
+        except Exception as error:  # it is the user's module, and may raise anything
+            reason = f" ({error})"
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"optimizer.name = {path!r} is no optimizer{reason}: use muon, adamw or the import path of an installed "
+            "torch optimizer, such as torch.optim.SGD"
+        )
+    return cls
+
+
+def _check_optimizers(config: Config, groups: list[Group], model: ModelConfig) -> None:
+    """Makes every optimizer once, for toy parameters of as many dimensions as it will be given, and lets it step: what
+    does not suit it is the user's to hear of before the run."""
+    with torch.device("meta"):
+        named_parameters = list(decoder(model).named_parameters())
+    for group, members in assign(named_parameters, groups):
+        toys = [nn.Parameter(torch.ones((2,) * ndim)) for ndim in sorted({p.ndim for _, p in members})]
+        for toy in toys:
+            toy.grad = torch.ones_like(toy)
+        try:
+            group.optimizer(toys).step()
+        except Exception as error:
+            arguments = config.optimizer.arguments
+            given = f" with optimizer.arguments = {arguments}" if arguments else ""
+            raise ConfigError(
+                f"optimizer.name = {config.optimizer.name!r}{given} fails on a toy model ({error}): "
+                "mend optimizer.arguments, or use another optimizer"
+            ) from error
+
+
+def _layers_per_stage(config: Config, model: ModelConfig) -> list[int]:
+    costs = layer_costs(model, model.sequence_length)
+    stages = config.pipeline.stages
+    if stages > len(costs):
+        raise ConfigError(
+            f"pipeline.stages = {stages} is more than the model's {len(costs)} layers (embedding, {model.num_layers} "
+            f"blocks, head): use at most {len(costs)}, or raise model.num_layers"
+        )
+    sizes = list(config.pipeline.layers_per_stage) or partition(costs, stages)
+    try:
+        check_sizes(sizes, len(costs), stages)
+    except PartitionError as error:
+        raise ConfigError(f"pipeline.{error}") from error
+    return sizes
+
+
+def _has_tied(config: Config, model: ModelConfig) -> bool:
+    """Whether a weight is held by two stages."""
+    name = config.pipeline.schedule
+    has_tied = model.tied_embeddings and config.pipeline.stages > 1
+    if has_tied and name in ("pipedream", "paci"):
+        raise ConfigError(
+            f"model.tied_embeddings = true needs first and last stage to step together, and those of {name} do not: "
+            "set model.tied_embeddings = false, or pipeline.schedule = 'two_bw'"
+        )
+    return has_tied
+
+
+def _batches(config: Config, model: ModelConfig, corpus: Corpus) -> tuple[Batches, ValidationBatches | None]:
+    length, size = model.sequence_length, config.train.microbatch_size
+    _check_window(corpus.train, "training", length, "give data.sources more text")
+    batches = Batches(corpus.train, length, size, config.pipeline.microbatches, seed=config.train.seed)
+    if not config.evaluation.batches:
+        return batches, None
+    _check_window(
+        corpus.validation,
+        "validation",
+        length,
+        "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
+    )
+    return batches, validation_batches(corpus.validation, length, size, config.evaluation.batches)
+
+
+def _check_window(tokens: Tokens, part: str, length: int, remedy: str) -> None:
+    if len(tokens) <= length:
+        raise ConfigError(
+            f"model.sequence_length = {length} takes {length + 1} tokens and there are {len(tokens)} for {part}: "
+            f"shorten it, or {remedy}"
+        )
+
+
+def _learning_rate(config: Config) -> Callable[[int], float]:
+    section, steps = config.optimizer, config.train.steps
+    warmup, decay = section.warmup_steps, section.decay_steps
+    if warmup is None:
+        warmup = min(steps // 10, steps - (decay or 0))
+    if decay is None:
+        decay = min(steps // 5, steps - warmup)
+    return learning_rate_schedule(
+        section.schedule,
+        warmup_steps=warmup,
+        total_steps=steps,
+        decay_steps=decay,
+        final_fraction=section.final_fraction,
+    )

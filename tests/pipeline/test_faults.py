@@ -1,0 +1,142 @@
+"""A stage that fails, dies or falls silent must not leave the others waiting, nor leave anyone guessing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from runs import network, run_pipeline, run_reference
+from torch import Tensor, nn
+
+from slipstream import Group, Pipeline, launch
+from slipstream.pipeline import NonFiniteError, StageFailure
+from slipstream.pipeline.comm import Transport
+
+SGD = [Group("all", partial(torch.optim.SGD, lr=0.01))]
+AWAITED = r"stage \d was waiting for (the gradient of \dB\d+@v\d+|the activations of \dF\d+@v\d+|the sums over stages)"
+
+
+class Trap(nn.Module):
+    """Does something terrible in its n-th forward."""
+
+    def __init__(self, spring: str, after: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.spring, self.left = spring, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            if self.spring == "raise":
+                raise ValueError("boom")
+            os.kill(os.getpid(), signal.SIGKILL if self.spring == "kill" else signal.SIGSTOP)
+        return x * self.weight
+
+
+def run_with_trap(spring: str, stage: int, timeout_seconds: float, threads: bool = False) -> None:
+    def worker(transport: Transport) -> None:
+        layers = [Trap("none", 10**9) if s != stage else Trap(spring, after=9) for s in range(3)]
+        pipeline = Pipeline(
+            transport,
+            layers,
+            data=lambda step, microbatch: (torch.ones(2, 3), torch.zeros(2, 3)),
+            loss=nn.functional.mse_loss,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            num_microbatches=3,
+            num_steps=50,
+        )
+        list(pipeline.run())
+
+    launch(worker, 3, threads=threads, timeout_seconds=timeout_seconds, start_method="fork")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
+    started = time.monotonic()
+    with pytest.raises(StageFailure, match=rf"stage {stage} failed at {stage}F\d+@v\d+ with ValueError: boom"):
+        run_with_trap("raise", stage, timeout_seconds=30, threads=threads)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_that_is_killed_is_named_with_what_was_awaited(stage):
+    started = time.monotonic()
+    with pytest.raises(StageFailure, match=rf"stage {stage} was killed by SIGKILL; .*{AWAITED}"):
+        run_with_trap("kill", stage, timeout_seconds=30)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stage_that_is_stopped_is_found_within_the_time_out():
+    started = time.monotonic()
+    with pytest.raises(StageFailure, match=rf"has been silent for 3 s: {AWAITED}"):
+        run_with_trap("stop", 1, timeout_seconds=3)
+    assert time.monotonic() - started < 3 + 10
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_nan_stops_every_stage_in_the_same_step(threads):
+    task = network()
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = task.data(step, microbatch)
+        return inputs * (float("inf") if (step, microbatch) == (4, 1) else 1.0), targets
+
+    def worker(transport: Transport) -> str:
+        torch.manual_seed(0)
+        pipeline = Pipeline(
+            transport,
+            [
+                nn.Linear(6, 6, dtype=torch.float64),
+                nn.Linear(6, 6, dtype=torch.float64),
+                nn.Linear(6, 3, dtype=torch.float64),
+            ],
+            data=data,
+            loss=nn.functional.mse_loss,
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            num_microbatches=3,
+            num_steps=9,
+        )
+        with pytest.raises(NonFiniteError) as caught:
+            list(pipeline.run())
+        return str(caught.value)
+
+    messages = launch(worker, 3, threads=threads, timeout_seconds=20, start_method="fork")
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 4 stops the run: the ")
+
+
+def test_a_skipped_update_follows_the_oracle():
+    task = network()
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = task.data(step, microbatch)
+        return inputs * (float("nan") if (step, microbatch) in ((4, 1), (7, 0)) else 1.0), targets
+
+    poisoned = type(task)(task.model, data, task.loss)
+    groups = [Group("all", partial(torch.optim.SGD, lr=0.05, momentum=0.9), error_feedback=1.0, clip_norm=0.1)]
+    shared = {"num_microbatches": 3, "num_steps": 12, "skip_non_finite": True}
+    expected, _ = run_reference(poisoned, groups, delays=[1], **shared)
+    outcome = run_pipeline(poisoned, 3, groups, **shared)
+    for name, weight in outcome.weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    for reports in outcome.reports:
+        assert [report.step for report in reports if report.skipped] == [4, 7]
+
+
+def test_a_microbatch_of_another_shape_is_refused_between_processes():
+    task = network()
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = task.data(step, microbatch)
+        rows = 3 if (step, microbatch) == (2, 1) else 4
+        return inputs[:rows], targets[:rows]
+
+    odd = type(task)(task.model, data, task.loss)
+    with pytest.raises(StageFailure, match="make all microbatches the same size"):
+        run_pipeline(odd, 2, SGD, threads=False, num_microbatches=2, num_steps=5)
