@@ -158,8 +158,8 @@ class DelayedLink(Link):
     def __init__(self, link: Link, seconds: float) -> None:
         self._link, self._seconds = link, seconds
 
-    def send(self, kind: str, message: Message) -> None:
-        self._link.send(kind, (*message, torch.tensor([time.monotonic()], dtype=torch.float64)))
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        self._link.send(kind, (*message, torch.tensor([time.monotonic()], dtype=torch.float64)), waiting)
 
     def expect(self, kind: str) -> None:
         self._link.expect(kind)

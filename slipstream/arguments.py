@@ -8,6 +8,7 @@ import difflib
 import io
 import re
 import typing
+from itertools import dropwhile, takewhile
 from typing import Any, TypeVar
 
 import tyro
@@ -24,8 +25,10 @@ class UsageError(ValueError):
 def parse(
     cls: type[Arguments], arguments: list[str], prog: str, description: str, default: Arguments | None = None
 ) -> Arguments:
-    """tyro's parser, with its help, and without the boxes it draws around mistakes."""
-    said = io.StringIO()
+    """tyro's parser, with its help, and without the boxes it draws around mistakes. prog: two words, and what comes
+    before the options."""
+    said, command = io.StringIO(), " ".join(prog.split()[:2])
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(said):
             given, unknown = tyro.cli(
@@ -33,15 +36,15 @@ def parse(
                 prog=prog,
                 description=description,
                 args=arguments,
-                default=tyro.MISSING if default is None else default,
                 return_unknown_args=True,
+                **defaults,
             )
     except SystemExit as stop:
         if not stop.code:
             raise  # it was asked for help
-        raise UsageError(_explain(said.getvalue(), arguments, _options(cls), prog)) from None
+        raise UsageError(_explain(said.getvalue(), arguments, _options(cls), command)) from None
     if unknown:
-        raise UsageError(_explain_unknown(unknown[0], _options(cls), prog))
+        raise UsageError(_explain_unknown(unknown[0], _options(cls), command))
     return given
 
 
@@ -53,21 +56,33 @@ def _options(cls: Any, where: str = "") -> dict[str, Any]:
     return options
 
 
-def _explain(said: str, arguments: list[str], options: dict[str, Any], prog: str) -> str:
-    """One sentence from a box: what stands above its first rule, with the frame taken off."""
-    lines = [line.strip(" │") for line in said.splitlines()[1:]]
-    lines = lines[: next((i for i, line in enumerate(lines) if set(line) <= {"─", "╰", "╯"}), None)]
-    if lines and lines[0].startswith("Missing from") and len(lines) > 1:
-        return f"{lines[1].split()[0]} is missing: see {prog} --help"
+def _explain(said: str, arguments: list[str], options: dict[str, Any], command: str) -> str:
+    """One sentence from a box. Which field is at fault is all it is asked; the rest is known here."""
+    lines = _unboxed(said)
+    if len(lines) > 1 and lines[0].startswith("Missing from"):
+        return f"{lines[1].split()[0]} is missing: see {command} --help"
     sentence = " ".join(lines)
     flag = re.search(r"--([\w.-]+\w)", sentence)
     path = flag[1].replace("-", "_") if flag else ""
     if path not in options:
-        return f"{sentence}: see {prog} --help"
+        return f"{sentence}: see {command} --help"
     value = _value_of(path, arguments)
     if not value:
         return f"{path} has no value: write {wanted(options[path])}"
-    return f"{path} = {value!r} does not do: write {wanted(options[path])}"
+    return f"{path} = {value!r} cannot be: write {wanted(options[path])}"
+
+
+def _unboxed(said: str) -> list[str]:
+    """What stands between a box's title and its next rule. Frame and rules are drawn with dashes where the terminal has
+    nothing better, and coloured where it has colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    lines = [line.strip("│ ") for line in plain.splitlines()[1:]]
+    text = dropwhile(_is_rule, lines)
+    return list(takewhile(lambda line: not _is_rule(line), text))
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("─-╰╯ ")
 
 
 def _value_of(path: str, arguments: list[str]) -> str:
@@ -85,10 +100,12 @@ def _value_of(path: str, arguments: list[str]) -> str:
     return " ".join(value)
 
 
-def _explain_unknown(argument: str, options: dict[str, Any], prog: str) -> str:
+def _explain_unknown(argument: str, options: dict[str, Any], command: str) -> str:
     if not argument.startswith("-"):
-        remedy = "a configuration file comes before all options" if argument.endswith(".toml") else f"see {prog} --help"
+        remedy = (
+            "a configuration file comes before all options" if argument.endswith(".toml") else f"see {command} --help"
+        )
         return f"{argument!r} belongs to no option: {remedy}"
     flags = [f"--{path.replace('_', '-')}" for path in options]
     close = difflib.get_close_matches(argument.partition("=")[0].replace("_", "-"), flags, n=1)
-    return f"option {argument} is unknown: " + (f"did you mean {close[0]}?" if close else f"see {prog} --help")
+    return f"option {argument} is unknown: " + (f"did you mean {close[0]}?" if close else f"see {command} --help")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import math
 import os
 import signal
@@ -29,7 +30,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from .arguments import UsageError, parse
 
 MAX_MICROBATCHES = 50_000
-"""Of a schedule to draw, over all stages and steps: seconds to check, and far more than a picture can show."""
+"""Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
 
 
 def main() -> NoReturn:
@@ -116,7 +117,7 @@ def _train(arguments: list[str]) -> None:
             "CONFIG.toml has the sections and fields below, steps = 200 under [train] for --train.steps 200; an option "
             "wins over the file."
         )
-        config = parse(Config, arguments, "slipstream train", description, default)
+        config = parse(Config, arguments, "slipstream train [CONFIG.toml]", description, default)
         train(config)
     except ConfigError as error:
         raise UsageError(str(error)) from error
@@ -172,7 +173,7 @@ def _schedule(arguments: list[str]) -> None:
     from .schedule.command import show
     from .schedule.simulate import Costs
 
-    given = parse(ScheduleArguments, arguments, "slipstream schedule", ScheduleArguments.__doc__ or "")
+    given = parse(ScheduleArguments, arguments, "slipstream schedule", inspect.getdoc(ScheduleArguments) or "")
     for name in ("forward", "backward", "latency"):
         if not 0 <= getattr(given, name) < math.inf:
             raise UsageError(f"{name} = {getattr(given, name)} is no time: use a finite number of 0 or more")
@@ -238,7 +239,9 @@ class PrepareArguments:
 def _prepare(arguments: list[str]) -> None:
     from .data import DataError, prepare
 
-    given = parse(PrepareArguments, arguments, "slipstream prepare", PrepareArguments.__doc__ or "")
+    given = parse(PrepareArguments, arguments, "slipstream prepare", inspect.getdoc(PrepareArguments) or "")
+    if not Path(given.output).name:
+        raise UsageError(f"output = {given.output!r} names no file: write the beginning of a name, such as data/web")
     console = Console(stderr=True)
     progress = Progress(
         "{task.description}",

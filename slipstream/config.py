@@ -235,7 +235,7 @@ def validate(config: Config) -> None:
     _validate_pipeline(config)
     _validate_optimizer(config)
     name = config.run.name
-    if not name or Path(name).name != name or not name.isprintable():
+    if not name or Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigError(f"run.name = {name!r} is not the name of a folder: use letters, digits, - and _")
     if not config.run.folder or not config.run.folder.isprintable():
         raise ConfigError(f"run.folder = {config.run.folder!r} is not a path: name a folder to keep runs in")
@@ -289,7 +289,7 @@ def _validate_pipeline(config: Config) -> None:
         schedule_of(config)
     except ScheduleError as error:
         # Everything else it could object to has been looked at above.
-        raise ConfigError(f"pipeline.microbatches = {section.microbatches} does not do: {error}") from error
+        raise ConfigError(f"pipeline.microbatches = {section.microbatches} cannot be: {error}") from error
 
 
 def _validate_optimizer(config: Config) -> None:
@@ -320,7 +320,9 @@ def _validate_optimizer(config: Config) -> None:
         )
     for name, own in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if name in section.arguments:
-            raise ConfigError(f"optimizer.arguments has {name}: set optimizer.{own} instead")
+            raise ConfigError(
+                f"optimizer.arguments.{name} = {section.arguments[name]} has a field of its own: set optimizer.{own}"
+            )
 
 
 # ---- TOML in and out

@@ -35,7 +35,7 @@ class Metrics:
     """One stage of a run writes these, for all of them: an object per update, and one more per evaluation."""
 
     def __init__(
-        self, folder: Path, num_steps: int, tokens_per_step: int, log_every_steps: int, screen: Screen
+        self, folder: Path, num_steps: int, tokens_per_step: int, log_every_steps: int, screen: Console
     ) -> None:
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
@@ -53,7 +53,7 @@ class Metrics:
         self._task = self._progress.add_task("filling the pipeline", total=num_steps)
         self._progress.start()
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepReport, learning_rates: dict[str, float]) -> None:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         done = report.step + 1
@@ -62,7 +62,7 @@ class Metrics:
             step=report.step,
             loss=report.loss,
             gradient_norms=report.gradient_norms,
-            learning_rates=report.learning_rates,
+            learning_rates=learning_rates,
             update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
             best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},
             utilisations=report.utilisations,

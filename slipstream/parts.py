@@ -35,7 +35,14 @@ class Parts:
     validation: ValidationBatches | None
     groups: list[Group]
     learning_rate: Callable[[int], float]
+    """By update: what every group's peak rate is multiplied by."""
+    peak_rates: dict[str, float]
+    """By group."""
     layers_per_stage: list[int]
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """Of all groups, whichever stage they are on."""
+        return {name: peak * self.learning_rate(step) for name, peak in self.peak_rates.items()}
 
 
 @cache
@@ -64,7 +71,7 @@ def check(config: Config) -> Parts:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Parts(model, batches, validation, groups, learning_rate, sizes)
+    return Parts(model, batches, validation, groups, learning_rate, peak_rates(config), sizes)
 
 
 def _check_torchrun(config: Config) -> None:
@@ -120,6 +127,14 @@ def parameter_groups(config: Config) -> list[Group]:
     if "weight_decay" in inspect.signature(cls).parameters:
         arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
     return [Group("all", partial(cls, **arguments), **shared)]
+
+
+def peak_rates(config: Config) -> dict[str, float]:
+    """By group, as `parameter_groups` names them."""
+    section = config.optimizer
+    if section.name == "muon":
+        return {"matrices": section.learning_rate, "rest": section.adamw_learning_rate}
+    return {"all": section.learning_rate}
 
 
 def _optimizer_class(path: str) -> Any:

@@ -169,7 +169,7 @@ def train_stage(transport: Transport, config: Config) -> None:
                 delays.append(report.delay)
                 losses.append(report.loss)
                 if metrics:
-                    metrics.step(report)
+                    metrics.step(report, parts.learning_rates(report.step))
             else:
                 val_loss = report.loss
                 if metrics:
@@ -190,7 +190,7 @@ def _gather_stages(
     hashes = {
         name: hashlib.sha256(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
         for name, weight in pipeline.weights().items()
-        if transport.stage == pipeline.tied.get(name, (transport.stage,))[0]  # a tied weight is one weight
+        if name not in pipeline.tied or pipeline.tied[name].name == name  # a tied weight is one weight
     }
     num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
     late = delays[num_early:]  # the first have nothing to be late for

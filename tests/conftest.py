@@ -1,3 +1,33 @@
+"""What all tests share: one thread, a small text, and the smallest run there is."""
+
+from pathlib import Path
+
+import pytest
 import torch
 
+from slipstream.config import Config, EvaluationSection, ModelSection, PipelineSection, RunSection, TrainSection
+from slipstream.data import DataConfig
+
+# Stages are forked from the process that runs the tests, and the fork of a process that has computed with a second
+# thread may hang (seen on ARM).
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} plus {i} makes {2 * i}.\n" for i in range(1500)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, text_file: Path) -> Config:
+    """Two stages as threads, 13,000 parameters, six steps."""
+    return Config(
+        model=ModelSection(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=32, sequence_length=16),
+        data=DataConfig(sources=(str(text_file),)),
+        pipeline=PipelineSection(transport="thread", timeout_seconds=30.0),
+        train=TrainSection(steps=6, microbatch_size=2),
+        evaluation=EvaluationSection(every_steps=3, batches=2),
+        run=RunSection(folder=str(tmp_path / "runs"), name="tiny"),
+    )

@@ -37,7 +37,7 @@ class Clock:
         self.started_at = time.time()
         """On the calendar's clock, which stages on one machine share."""
         self._steady_from = steady_from_step * num_microbatches
-        self._running: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._running: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event, bool]] = deque()
         self.spans: deque[Span] = deque(maxlen=TRACE_LENGTH)
         self.busy_by_op = dict.fromkeys(Op, 0.0)
         self._busy = 0.0
@@ -53,9 +53,9 @@ class Clock:
         return event
 
     def add(self, action: Action, start: Mark, end: Mark, in_background: bool = False) -> None:
-        """in_background: on the host, beside other actions, so the stage was not kept busy by it."""
+        """in_background: beside other actions, so that it took no time of the stage's own."""
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self._running.append((action, start, end))
+            self._running.append((action, start, end, in_background))
             self._collect(wait=False)
         elif isinstance(start, float) and isinstance(end, float) and isinstance(self._origin, float):
             self._add(Span(action, start - self._origin, end - self._origin), in_background)
@@ -63,11 +63,11 @@ class Clock:
     def _collect(self, wait: bool) -> None:
         assert isinstance(self._origin, torch.cuda.Event)
         while self._running and (wait or self._running[0][2].query()):
-            action, start, end = self._running.popleft()
+            action, start, end, in_background = self._running.popleft()
             if wait:
                 end.synchronize()
             seconds = [self._origin.elapsed_time(event) / 1000 for event in (start, end)]
-            self._add(Span(action, *seconds), in_background=False)
+            self._add(Span(action, *seconds), in_background)
 
     def _add(self, span: Span, in_background: bool) -> None:
         action = span.action

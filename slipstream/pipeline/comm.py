@@ -43,8 +43,8 @@ class Link(ABC):
     """One direction of one edge. `kind` names a stream of messages of one shape: training or evaluation."""
 
     @abstractmethod
-    def send(self, kind: str, message: Message) -> None:
-        """Starts to send; returns at once."""
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        """Starts to send, and returns at once unless too much is under way."""
 
     @abstractmethod
     def expect(self, kind: str) -> None:
@@ -129,38 +129,55 @@ class Spec:
         return cls(tuple(tensors))
 
 
+@dataclass(frozen=True)
+class BrokenWork:
+    """A send or receive that could not even be started."""
+
+    error: RuntimeError
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise self.error
+
+
 class ProcessLink(Link):
     def __init__(self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup) -> None:
         self._transport, self._peer, self._group = transport, peer, group
         self._specs: dict[str, Spec] = {}
-        self._sending: deque[tuple[list[dist.Work], Message]] = deque()
+        self._sending: deque[tuple[list[dist.Work | BrokenWork], Message, Waiting]] = deque()
         self._expected: deque[str] = deque()
-        self._posted: deque[tuple[list[dist.Work], Message]] = deque()
+        self._posted: deque[tuple[list[dist.Work | BrokenWork], Message]] = deque()
 
-    def send(self, kind: str, message: Message) -> None:
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
         message = tuple(tensor.contiguous() for tensor in message)
         spec = Spec.of(message)
         if kind not in self._specs:
             self._specs[kind] = spec
-            self._send((spec.encode().to(self._transport.device),))
+            self._send((spec.encode().to(self._transport.device),), waiting)
         elif spec != self._specs[kind]:
             raise ValueError(
                 f"{kind} messages between two stages keep one shape: {spec} comes after {self._specs[kind]}; "
                 "make all microbatches the same size"
             )
-        self._send(message)
-
-    def _send(self, message: Message) -> None:
-        works = [_present(dist.isend(tensor, self._peer, group=self._group)) for tensor in message]
-        self._sending.append((works, message))  # a work dropped too early takes its message with it
+        self._send(message, waiting)
         while len(self._sending) > self._transport.max_under_way:
             self._finish_oldest()
 
+    def _send(self, message: Message, waiting: Waiting) -> None:
+        works = [self._start(dist.isend, tensor) for tensor in message]
+        self._sending.append((works, message, waiting))  # a work dropped too early takes its message with it
+
     def _finish_oldest(self) -> None:
         """Only a wait tells that a gloo send is done: so it is asked when the message must have been taken long ago."""
-        works, _ = self._sending.popleft()
+        works, _, waiting = self._sending.popleft()
         for work in works:
-            self._transport.wait(work, lambda: "a message of its own to be taken", self._peer)
+            self._transport.wait(work, waiting, self._peer)
+
+    def _start(self, operation: Callable[..., Any], tensor: Tensor) -> dist.Work | BrokenWork:
+        """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
+        try:
+            return operation(tensor, self._peer, group=self._group)
+        except RuntimeError as error:
+            return BrokenWork(error)
 
     def expect(self, kind: str) -> None:
         self._expected.append(kind)
@@ -174,13 +191,13 @@ class ProcessLink(Link):
             message = tuple(
                 torch.empty(shape, dtype=dtype, device=self._transport.device) for dtype, shape in spec.tensors
             )
-            works = [_present(dist.irecv(tensor, self._peer, group=self._group)) for tensor in message]
+            works = [self._start(dist.irecv, tensor) for tensor in message]
             self._posted.append((works, message))
 
     def take(self, waiting: Waiting) -> Message:
         if not self._posted:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._transport.device)
-            self._transport.wait(_present(dist.irecv(header, self._peer, group=self._group)), waiting, self._peer)
+            self._transport.wait(self._start(dist.irecv, header), waiting, self._peer)
             self._specs[self._expected[0]] = Spec.decode(header)
             self._post()
         works, message = self._posted.popleft()
@@ -244,7 +261,7 @@ class ProcessTransport(Transport):
         work = _present(dist.all_gather(gathered, tensor, group=group, async_op=True))
         return ProcessGathering(self, work, tensor, gathered)
 
-    def wait(self, work: dist.Work, waiting: Waiting, peer: int | None) -> None:
+    def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None) -> None:
         """Blocks until `work` is done: on the host for gloo, on the current stream for NCCL, which then keeps the time
         itself (the groups' time-out)."""
         started = time.monotonic()
@@ -314,7 +331,7 @@ class QueueLink(Link):
     def __init__(self, world: ThreadWorld, stage: int, queue: deque[Message]) -> None:
         self._world, self._stage, self._queue = world, stage, queue
 
-    def send(self, kind: str, message: Message) -> None:
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
         with self._world.changed:
             self._queue.append(message)
             self._world.changed.notify_all()

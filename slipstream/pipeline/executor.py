@@ -7,7 +7,7 @@ announce the messages they will need, so that those arrive while it computes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
 from .clock import Clock, Mark
 from .comm import Message, PeerLost, Transport
+from .partition import Tied
 from .reduction import Finished, Reducer, Sums
 from .update import Updater
 from .versions import WeightVersions
@@ -101,7 +102,7 @@ class Executor:
         versions: WeightVersions,
         updater: Updater,
         groups: Sequence[Group],
-        tied: dict[str, tuple[int, ...]],
+        tied: Mapping[str, Tied],
         task: Task,
         device: torch.device,
     ) -> None:
@@ -146,6 +147,8 @@ class Executor:
         except PeerLost as lost:
             raise PipelineError(self._transport.fail(str(lost))) from lost
         except NonFiniteError as error:
+            if self._schedule.global_update:
+                self._await_all_stages()
             self._transport.fail(str(error))
             raise
         except Exception as error:
@@ -154,6 +157,11 @@ class Executor:
             raise
         finally:
             self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _await_all_stages(self) -> None:
+        """Every stage comes to the same verdict, but the last of them needs messages of the first to get there."""
+        everyone = tuple(range(self._transport.num_stages))
+        self._transport.gather(torch.zeros(1), everyone).wait(lambda: "the other stages to see the inf or nan too")
 
     def _play(self, action: Action) -> Iterator[StepReport | EvaluationReport]:
         self.action = action
@@ -185,7 +193,10 @@ class Executor:
             outputs = loss
         message = _pack(outputs)
         if not self._is_last:
-            self._transport.forward_out.send(_kind(action), tuple(tensor.detach() for tensor in message))
+            detached = tuple(tensor.detach() for tensor in message)
+            self._transport.forward_out.send(
+                _kind(action), detached, lambda: f"the activations of {action} to be taken"
+            )
         self._in_flight.append(InFlight(action.microbatch, action.version, inputs, message))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
         self.clock.add(action, start, self.clock.mark())
@@ -204,7 +215,7 @@ class Executor:
         if not self._is_first:
             inputs = _differentiable(flight.inputs)
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
-            self._transport.backward_out.send(_kind(action), message)
+            self._transport.backward_out.send(_kind(action), message, lambda: f"the gradient of {action} to be taken")
         if (action.microbatch + 1) % self._schedule.num_microbatches == 0:
             self._begin_update(action.microbatch // self._schedule.num_microbatches, flight.version)
         self.clock.add(action, start, self.clock.mark())
@@ -278,7 +289,9 @@ class Executor:
                 loss = self._task.loss(outputs, targets) * self._task.evaluation_scale
                 self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
             else:
-                self._transport.forward_out.send(_kind(action), _pack(outputs))
+                self._transport.forward_out.send(
+                    _kind(action), _pack(outputs), lambda: f"the activations of {action} to be taken"
+                )
         self.clock.add(action, start, self.clock.mark())
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None

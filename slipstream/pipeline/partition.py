@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
@@ -57,18 +58,27 @@ def cut(model: nn.Sequential, sizes: Sequence[int], stage: int) -> nn.Sequential
     return nn.Sequential(OrderedDict(layers))
 
 
-def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages hold a copy of: their name on every holder, and the stages, in order.
+@dataclass(frozen=True)
+class Tied:
+    """A weight that several stages hold a copy of."""
+
+    name: str
+    """Its name on the first of them, by which its parameter group is chosen on all."""
+    stages: tuple[int, ...]
+
+
+def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, Tied]:
+    """The weights tied across stages, by every name they go by.
 
     Tying is what it is in one process: the same Parameter object in two layers. Each holder knows the parameter by the
-    name it has there; the dictionary holds all of those names.
+    name it has there.
     """
     holders: dict[int, list[tuple[str, int]]] = {}
     for stage in range(len(sizes)):
         for name, parameter in cut(model, sizes, stage).named_parameters():
             holders.setdefault(id(parameter), []).append((name, stage))
     return {
-        name: tuple(stage for _, stage in places)
+        name: Tied(places[0][0], tuple(stage for _, stage in places))
         for places in holders.values()
         if len(places) > 1
         for name, _ in places

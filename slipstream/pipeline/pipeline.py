@@ -80,6 +80,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
     ) -> None:
         device = torch.device(device)
+        self.transport = transport
         model = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
         stage, num_stages = transport.stage, transport.num_stages
         sizes = list(layers_per_stage or partition(layer_costs or [1.0] * len(model), num_stages))
@@ -105,28 +106,31 @@ class Pipeline:
             skip_non_finite,
         )
         transport.max_under_way = self.schedule.max_in_flight + self.schedule.num_evaluations
-        for stages in sorted(set(tied.values())):
+        for stages in sorted({weight.stages for weight in tied.values()}):
             transport.open_group(stages)
         module = cut(model, sizes, stage)
         if prepare is not None:
             prepare(module)
         module.to(device)
 
+        self.tied = {name: tied[name] for name, _ in module.named_parameters() if name in tied}
+        self._copy_tied(module)
+        num_versions = self.schedule.num_versions(stage)
         predicts = any(group.error_feedback != 0 for group in groups) and self.schedule.delay(stage) > 0
         self.versions = WeightVersions(
             module,
-            self.schedule.num_versions(stage),
-            separate_masters=predicts or track_alignment,
+            num_versions,
+            separate_masters=predicts or (track_alignment and num_versions == 2),
             drifting=self.schedule.name == "paci",
         )
-        self.updater = Updater(self.versions, groups, learning_rate, track_alignment, device)
+        self.updater = Updater(self.versions, groups, self.tied, learning_rate, track_alignment, device)
         self.executor = Executor(
             transport=transport,
             schedule=self.schedule,
             versions=self.versions,
             updater=self.updater,
             groups=groups,
-            tied={name: stages for name, stages in tied.items() if name in self.versions.masters},
+            tied=self.tied,
             task=Task(
                 data=data,
                 loss=loss,
@@ -137,8 +141,14 @@ class Pipeline:
             ),
             device=device,
         )
-        self.transport = transport
-        self.tied = tied
+
+    @torch.no_grad()
+    def _copy_tied(self, module: nn.Module) -> None:
+        """Every copy of a tied weight starts as the first stage's, however the stages were initialised."""
+        for name, parameter in module.named_parameters():
+            if name in self.tied:
+                gathering = self.transport.gather(parameter.detach().clone(), self.tied[name].stages)
+                parameter.copy_(gathering.wait(lambda: "the others' copies of tied weights")[0])
 
     def run(self) -> Iterator[StepReport | EvaluationReport]:
         """Trains, and yields a report after every update and every evaluation of this stage. The pipeline fills once at

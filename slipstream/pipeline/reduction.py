@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .comm import Transport, Waiting
+from .partition import Tied
 
 NUM_PRODUCTS = 3
 
@@ -53,8 +54,8 @@ class Reducer:
     group_names: Sequence[str]
     group_of: Mapping[str, int]
     """Parameter name to the index of its group."""
-    tied: Mapping[str, tuple[int, ...]]
-    """Names of this stage's tied parameters, to all the stages that hold a copy."""
+    tied: Mapping[str, Tied]
+    """This stage's tied parameters."""
     is_global: bool
     """Sum over all stages; otherwise over this one alone, without a message."""
 
@@ -63,8 +64,8 @@ class Reducer:
         other stages to get there."""
         stage, num_stages = self.transport.stage, self.transport.num_stages
         gathers = [
-            (name, self.transport.gather(finished.gradients[name].clone(), stages))
-            for name, stages in self.tied.items()
+            (name, self.transport.gather(finished.gradients[name].clone(), tied.stages))
+            for name, tied in self.tied.items()
         ]
         for name, gathering in gathers:
             first, *others = gathering.wait(waiting)
@@ -82,7 +83,7 @@ class Reducer:
         device = finished.products.device
         squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.group_names]
         for name, gradient in finished.gradients.items():
-            if self.transport.stage == self.tied.get(name, (self.transport.stage,))[0]:  # tied weights count once
+            if name not in self.tied or self.transport.stage == self.tied[name].stages[0]:  # tied weights count once
                 group = self.group_of[name]
                 squares[group] = squares[group] + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         loss = squares[0].new_zeros(()) if finished.loss is None else finished.loss.to(torch.float64)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
+from .partition import Tied
 from .reduction import NUM_PRODUCTS
 from .versions import WeightVersions
 
@@ -27,13 +28,16 @@ class Updater:
         self,
         versions: WeightVersions,
         groups: Sequence[Group],
+        tied: Mapping[str, Tied],
         learning_rate: Callable[[int], float],
         track_alignment: bool,
         device: torch.device,
     ) -> None:
         """learning_rate: multiplies every optimizer's own rate, by the index of the update."""
         self._versions, self._learning_rate = versions, learning_rate
-        self._groups = assign(list(versions.masters.items()), groups)
+        aliases = {tied[name].name if name in tied else name: name for name in versions.masters}
+        assigned = assign([(alias, versions.masters[name]) for alias, name in aliases.items()], groups)
+        self._groups = [(group, [(aliases[alias], p) for alias, p in members]) for group, members in assigned]
         self.group_of = {name: i for i, (_, members) in enumerate(self._groups) for name, _ in members}
         self.optimizers: list[Optimizer | None] = [
             group.optimizer([p for _, p in members]) if members else None for group, members in self._groups

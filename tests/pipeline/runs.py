@@ -1,4 +1,4 @@
-"""What the tests of the pipeline share: small models in fp64, and one call that runs a pipeline and the oracle alike."""
+"""What the tests of the pipeline share: small models in fp64, and one call each to run a pipeline and the oracle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,10 @@ from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.partition import partition
 
 TIMEOUT_SECONDS = 20.0
+
+forks = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="autograd has started its CUDA threads here, and a process with those cannot fork"
+)
 
 
 @dataclass(frozen=True)

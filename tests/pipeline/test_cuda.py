@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 from functools import partial
 
 import pytest
 import torch
-from runs import Task, even_cut, language_model, largest_difference, run_pipeline, run_reference
 
+from runs import Task, even_cut, language_model, largest_difference, run_pipeline, run_reference
 from slipstream import Pipeline, launch, muon_and_adamw
 
 pytestmark = [
@@ -53,32 +54,39 @@ def test_stages_on_one_gpu_follow_the_oracle(stages, m, schedule, lam):
     assert [report.loss for report in outcome.reports[0]] == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_on_the_step_path_waits_for_the_device():
     """torch raises wherever a call would synchronise; the only wait is for the event of a batch's norms."""
     task = language_model(tied=False)
     data = [tuple(part.pin_memory() for part in task.data(0, microbatch)) for microbatch in range(4)]
 
-    def worker(transport) -> int:
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=lambda step, microbatch: data[microbatch],
-            loss=task.loss,
-            optimizer=partial(torch.optim.AdamW, lr=0.01),
-            clip_norm=0.05,
-            error_feedback=1.0,
-            num_microbatches=4,
-            num_steps=10,
-            device="cuda",
-        )
-        return len(list(pipeline.run()))
+    def run(mode: str) -> list[int]:
+        together = threading.Barrier(2)
 
-    launch(worker, 2, threads=True)  # everything lazy has happened
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        assert launch(worker, 2, threads=True) == [10, 10]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        def worker(transport) -> int:
+            pipeline = Pipeline(
+                transport,
+                copy.deepcopy(task.model),
+                data=lambda step, microbatch: data[microbatch],
+                loss=task.loss,
+                optimizer=groups(lam=1.0),
+                num_microbatches=4,
+                num_steps=10,
+                device="cuda",
+            )
+            together.wait()  # making a pipeline may synchronise
+            if transport.stage == 0:
+                torch.cuda.set_sync_debug_mode(mode)
+            together.wait()
+            return len(list(pipeline.run()))
+
+        try:
+            return launch(worker, 2, threads=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    run("default")  # everything lazy has happened
+    assert run("error") == [10, 10]
 
 
 def test_the_clock_measures_the_device():

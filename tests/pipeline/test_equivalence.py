@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from runs import Task, even_cut, language_model, largest_difference, network, run_pipeline, run_reference
 from torch import nn
 
+from runs import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
 from slipstream import AdamW, Group, Muon, muon_and_adamw
 from slipstream.optim import is_matrix
 
@@ -91,6 +91,7 @@ def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_
     assert len(outcome.evaluations) == 5
 
 
+@forks
 @pytest.mark.parametrize(("stages", "m"), [(2, 2), (4, 5)])
 def test_processes_over_gloo_follow_the_oracle(stages, m):
     task = language_model(tied=True)
@@ -102,6 +103,7 @@ def test_processes_over_gloo_follow_the_oracle(stages, m):
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
 
 
+@forks
 def test_threads_and_processes_agree_bitwise():
     task = language_model(tied=True)
     groups = groups_of("adamw", 1.0)

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from runs import network, run_pipeline, run_reference
 from torch import Tensor, nn
 
+from runs import forks, network, run_pipeline, run_reference
 from slipstream import Group, Pipeline, launch
 from slipstream.pipeline import NonFiniteError, StageFailure
 from slipstream.pipeline.comm import Transport
@@ -55,7 +55,7 @@ def run_with_trap(spring: str, stage: int, timeout_seconds: float, threads: bool
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
 def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
     started = time.monotonic()
     with pytest.raises(StageFailure, match=rf"stage {stage} failed at {stage}F\d+@v\d+ with ValueError: boom"):
@@ -63,6 +63,7 @@ def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
     assert time.monotonic() - started < 10
 
 
+@forks
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_that_is_killed_is_named_with_what_was_awaited(stage):
     started = time.monotonic()
@@ -71,6 +72,7 @@ def test_a_stage_that_is_killed_is_named_with_what_was_awaited(stage):
     assert time.monotonic() - started < 10
 
 
+@forks
 @pytest.mark.filterwarnings("ignore")
 def test_a_stage_that_is_stopped_is_found_within_the_time_out():
     started = time.monotonic()
@@ -79,7 +81,7 @@ def test_a_stage_that_is_stopped_is_found_within_the_time_out():
     assert time.monotonic() - started < 3 + 10
 
 
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
 def test_a_nan_stops_every_stage_in_the_same_step(threads):
     task = network()
 
@@ -129,6 +131,7 @@ def test_a_skipped_update_follows_the_oracle():
         assert [report.step for report in reports if report.skipped] == [4, 7]
 
 
+@forks
 def test_a_microbatch_of_another_shape_is_refused_between_processes():
     task = network()
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from runs import TIMEOUT_SECONDS
 from torch import nn
 
+from runs import TIMEOUT_SECONDS, forks
 from slipstream import Pipeline, StepReport, launch
 from slipstream.pipeline.comm import Transport
 
@@ -54,6 +54,7 @@ def measure(
     return copies, sizes
 
 
+@forks
 @pytest.mark.parametrize(("error_feedback", "track_alignment", "most"), [(0.0, False, 2), (1.0, True, 3)])
 def test_two_versions_and_at_most_a_master_are_alive(error_feedback, track_alignment, most):
     def worker(transport: Transport) -> tuple[int, list[int]]:
@@ -63,6 +64,7 @@ def test_two_versions_and_at_most_a_master_are_alive(error_feedback, track_align
         assert copies == most
 
 
+@forks
 def test_memory_is_flat_over_two_thousand_updates():
     def worker(transport: Transport) -> tuple[int, list[int]]:
         return measure(transport, 2000, 1.0, True)

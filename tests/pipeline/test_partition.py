@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slipstream.pipeline.partition import PartitionError, check_sizes, cut, partition, tied_parameters
+from slipstream.pipeline.partition import PartitionError, Tied, check_sizes, cut, partition, tied_parameters
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,6 +47,6 @@ def test_names_survive_any_cut():
 def test_the_same_parameter_in_layers_of_two_stages_is_tied():
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
     model[3].weight = model[0].weight
-    assert tied_parameters(model, [2, 2]) == {"0.weight": (0, 1), "3.weight": (0, 1)}
-    assert tied_parameters(model, [1, 1, 1, 1]) == {"0.weight": (0, 3), "3.weight": (0, 3)}
+    assert tied_parameters(model, [2, 2]) == dict.fromkeys(["0.weight", "3.weight"], Tied("0.weight", (0, 1)))
+    assert tied_parameters(model, [1, 1, 1, 1]) == dict.fromkeys(["0.weight", "3.weight"], Tied("0.weight", (0, 3)))
     assert tied_parameters(model, [4]) == {}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Task, even_cut, largest_difference, network, run_pipeline, run_reference
 from torch import Tensor, nn
 
+from runs import Task, even_cut, forks, largest_difference, network, run_pipeline, run_reference
 from slipstream import Group, Pipeline, launch
 from slipstream.pipeline.comm import ThreadWorld, gather_objects
 from slipstream.schedule import ScheduleError
@@ -50,7 +50,7 @@ class Join(nn.Module):
         return (x * mask + ones)[:, :3]
 
 
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
 def test_layers_may_pass_tuples_of_tensors_of_any_type(threads):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Split(), Mixer(), Mixer(), Join()).double()
@@ -103,6 +103,7 @@ def test_an_optimizer_may_be_given_as_a_bare_factory():
             assert torch.equal(weight, expected[name])
 
 
+@forks
 def test_two_runs_may_follow_one_another_with_other_shapes():
     task = network()
 
@@ -153,7 +154,7 @@ def test_tied_weights_refuse_schedules_whose_stages_step_apart():
         )
 
 
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
 def test_objects_of_any_length_are_gathered_on_every_stage(threads):
     def worker(transport) -> list[bytes]:
         return gather_objects(transport, b"x" * (7 * transport.stage), lambda: "a test")
@@ -166,3 +167,27 @@ def test_a_worker_of_a_module_starts_from_a_clean_process():
     from runs import report_stage
 
     assert launch(report_stage, 2, timeout_seconds=60) == ["0 of 2", "1 of 2"]
+
+
+def test_copies_of_a_tied_weight_start_alike_and_stay_alike_whatever_the_groups_match():
+    def worker(transport) -> dict[str, Tensor]:
+        layers = [nn.Linear(3, 3, bias=False) for _ in range(3)]  # drawn in a race of threads: unequal on purpose
+        layers[2].weight = layers[0].weight
+        groups = [
+            Group("first", partial(torch.optim.SGD, lr=0.5), lambda name, parameter: name.startswith("0")),
+            Group("rest", partial(torch.optim.SGD, lr=0.1)),
+        ]
+        pipeline = Pipeline(
+            transport,
+            layers,
+            data=lambda step, microbatch: (torch.ones(2, 3), torch.zeros(2, 3)),
+            loss=nn.functional.mse_loss,
+            optimizer=groups,
+            num_microbatches=3,
+            num_steps=5,
+        )
+        list(pipeline.run())
+        return pipeline.weights()
+
+    first, _, last = launch(worker, 3, threads=True)
+    assert torch.equal(first["0.weight"], last["2.weight"])

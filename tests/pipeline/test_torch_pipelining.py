@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from runs import TIMEOUT_SECONDS, language_model
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from runs import TIMEOUT_SECONDS, forks, language_model
 from slipstream import Pipeline, launch
 from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.partition import cut
@@ -69,6 +69,7 @@ def worker(transport: Transport, schedule: str) -> float:
     return max(differences)
 
 
+@forks
 @pytest.mark.filterwarnings("ignore")  # torch's own, in the forked stages
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
 def test_gradients_and_parameters_equal_those_of_torch(schedule):

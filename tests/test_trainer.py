@@ -1,0 +1,223 @@
+"""A run from a configuration: what it learns, what it leaves behind, and that it does so again."""
+
+import json
+import math
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from settings import changed
+
+from slipstream.config import Config, ConfigError, load_toml
+from slipstream.model import num_parameters
+from slipstream.parts import check, parameter_groups
+from slipstream.trainer import train
+
+
+def summary_of(config: Config) -> dict[str, Any]:
+    train(config)
+    return json.loads(Path(config.run.folder, config.run.name, "summary.json").read_text())
+
+
+def checksum(config: Config, name: str, **fields: Any) -> str:
+    return summary_of(changed(config, run__name=name, **fields))["parameter_checksum"]
+
+
+@pytest.fixture
+def finished(tiny: Config) -> tuple[Config, Path]:
+    """Two stages as processes, twelve steps."""
+    config = changed(tiny, pipeline__transport="process", train__steps=12, evaluation__every_steps=5)
+    train(config)
+    return config, Path(config.run.folder, config.run.name)
+
+
+# ---- what it leaves behind
+
+
+def test_a_run_leaves_everything_behind(finished):
+    config, folder = finished
+    assert {path.name for path in folder.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "trace.json",
+        "loss.png",
+    }
+    assert load_toml(folder / "config.toml") == config
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("metrics.jsonl", "summary.json", "trace.json"):
+        text = (folder / name).read_text()
+        assert "NaN" not in text and "Infinity" not in text
+
+    summary = json.loads((folder / "summary.json").read_text())
+    model = check(config).model
+    assert summary["schedule"] == "two_bw"
+    assert (summary["stages"], summary["microbatches"], summary["steps"]) == (2, 4, 12)
+    assert summary["tokens"] == 12 * 4 * 2 * 16
+    assert summary["parameters"] == num_parameters(model)
+    assert 0 < summary["val_loss"] < math.log(256) + 0.1
+    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
+    assert len(summary["utilisation"]["per_stage"]) == 2
+    assert all(0 < share <= 1 for share in summary["utilisation"]["per_stage"])
+    assert summary["utilisation"]["mean"] == pytest.approx(sum(summary["utilisation"]["per_stage"]) / 2)
+    assert summary["delay"] == {"min": 1, "max": 1}
+    assert summary["live_weight_versions"] == 2
+    assert summary["microbatches_in_flight"] == [2, 1]
+    assert all(2**20 < size < 2**36 for size in summary["peak_memory_bytes"])
+    assert len(bytes.fromhex(summary["parameter_checksum"])) == 32
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "val_loss" in row]
+    assert [row["step"] for row in updates] == list(range(12))
+    assert [row["step"] for row in evaluations] == [4, 9, 11]
+    assert evaluations[-1]["val_loss"] == summary["val_loss"]
+    assert updates[0]["loss"] == summary["first_loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert {row["delay"] for row in updates[1:]} == {1}
+    for row in updates:
+        assert set(row["learning_rates"]) == set(row["gradient_norms"]) == {"matrices", "rest"}
+        assert len(row["utilisations"]) == 2
+    assert updates[0]["update_cosines"] == {"matrices": None, "rest": None}
+    assert all(-1 <= cosine <= 1 for cosine in updates[-1]["update_cosines"].values())
+    assert updates[-1]["tokens"] == summary["tokens"]
+
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    played = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in played) >= 0 and min(event["dur"] for event in played) >= 0
+    for row in {event["tid"] for event in played}:
+        spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in played if event["tid"] == row)
+        assert all(end <= start + 1 for (_, end), (start, _) in pairwise(spans)), "spans overlap"
+
+
+def test_learning_rates_are_those_of_the_update(tiny):
+    config = changed(tiny, optimizer__schedule="linear", optimizer__warmup_steps=2, optimizer__final_fraction=0.0)
+    train(config)
+    rows = map(json.loads, Path(config.run.folder, "tiny", "metrics.jsonl").read_text().splitlines())
+    rates = [row["learning_rates"] for row in rows if "loss" in row]
+    assert [rate["matrices"] / 0.02 for rate in rates] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert [rate["rest"] / 0.003 for rate in rates] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
+def test_one_step_without_a_steady_state_or_an_evaluation_is_a_run_too(tiny):
+    summary = summary_of(changed(tiny, train__steps=1, evaluation__batches=0))
+    assert summary["val_loss"] is None
+    assert summary["delay"] == {"min": 0, "max": 0}
+    assert summary["first_loss"] == summary["last_loss"]
+
+
+def test_updates_that_are_skipped_are_rows_of_null(tiny):
+    config = changed(tiny, train__non_finite="skip", optimizer__learning_rate=1e30, optimizer__adamw_learning_rate=1e30)
+    summary = summary_of(config)
+    assert summary["last_loss"] is None and summary["val_loss"] is None
+    rows = map(json.loads, Path(config.run.folder, "tiny", "metrics.jsonl").read_text().splitlines())
+    assert [row["skipped"] for row in rows if "loss" in row][-1] is True
+
+
+def test_a_run_is_not_overwritten_unless_it_is_asked_for(tiny):
+    train(tiny)
+    folder = Path(tiny.run.folder, tiny.run.name)
+    (folder / "of_before").touch()
+    with pytest.raises(ConfigError, match=r"run\.name = 'tiny' has been used, .* exists: choose another, or set run"):
+        train(tiny)
+    assert (folder / "of_before").exists()
+    train(changed(tiny, run__overwrite=True))
+    assert not (folder / "of_before").exists()
+    assert tomllib.loads((folder / "config.toml").read_text())["run"]["overwrite"] is True
+
+
+def test_what_is_no_run_is_never_overwritten(tiny, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.toml").touch()
+    Path(tiny.run.folder).mkdir()
+    Path(tiny.run.folder, "tiny").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is no run"):
+        train(changed(tiny, run__overwrite=True))
+    assert (tmp_path / "elsewhere" / "config.toml").exists()
+
+
+# ---- that it does so again
+
+
+def test_the_same_configuration_gives_the_same_weights_as_threads_and_as_processes(tiny, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # as many threads to a product as beside other stages
+    first = checksum(tiny, "first")
+    assert checksum(tiny, "again") == first
+    assert checksum(tiny, "processes", pipeline__transport="process") == first
+    assert checksum(tiny, "seed", train__seed=1) != first
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_checksum_does_not_depend_on_the_cut(tied, tiny):
+    """AdamW without clipping is the same arithmetic on every parameter, wherever it lies. One stage adds up the two
+    gradients of a tied weight in an order of its own, so there the weights are compared before they change."""
+    config = changed(tiny, model__tied_embeddings=tied, optimizer__name="adamw", optimizer__clip_norm=0.0)
+    if tied:
+        config = changed(config, train__steps=1, optimizer__learning_rate=0.0)
+    sums = {
+        checksum(config, f"cut{sizes}", pipeline__stages=len(sizes), pipeline__layers_per_stage=sizes)
+        for sizes in [(4,), (1, 3), (3, 1), (1, 2, 1)]
+    }
+    assert len(sums) == 1
+
+
+# ---- what it learns
+
+
+def test_the_loss_falls(tiny):
+    config = changed(tiny, train__steps=60, train__microbatch_size=4, evaluation__every_steps=0)
+    summary = summary_of(config)
+    assert summary["last_loss"] < summary["first_loss"] - 2
+    assert summary["val_loss"] < summary["first_loss"] - 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "delay"),
+    [
+        ({"pipeline__schedule": "gpipe"}, (0, 0)),
+        ({"pipeline__schedule": "one_f_one_b"}, (0, 0)),
+        ({"pipeline__schedule": "two_bw", "pipeline__depth": "double", "pipeline__microbatches": 5}, (1, 1)),
+        ({"pipeline__schedule": "two_bw", "pipeline__sync_start_steps": 3, "train__steps": 9}, (1, 1)),
+        ({"pipeline__schedule": "two_bw", "model__tied_embeddings": True}, (1, 1)),
+        ({"pipeline__schedule": "pipedream", "train__steps": 9}, (0, 2)),
+        ({"pipeline__schedule": "paci", "optimizer__error_feedback": 0.0, "train__steps": 9}, (0, 1)),
+    ],
+    ids=lambda value: "-".join(str(v) for v in value.values()) if isinstance(value, dict) else None,
+)
+def test_every_schedule_trains_with_its_delay(fields, delay, tiny):
+    summary = summary_of(changed(tiny, pipeline__stages=3, **fields))
+    assert summary["last_loss"] < summary["first_loss"]
+    assert math.isfinite(summary["val_loss"])
+    assert (summary["delay"]["min"], summary["delay"]["max"]) == delay
+
+
+# ---- optimizers
+
+
+@pytest.mark.parametrize("name", ["torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion"])
+def test_any_optimizer_trains_and_leaves_weight_decay_to_the_group(name, tiny):
+    config = changed(tiny, optimizer__name=name, optimizer__learning_rate=0.001)
+    (group,) = parameter_groups(config)
+    made = group.optimizer([torch.nn.Parameter(torch.ones(2, 2))])
+    assert made.param_groups[0]["weight_decay"] == 0
+    assert group.weight_decay == 0.1
+    summary = summary_of(config)
+    assert summary["last_loss"] < summary["first_loss"]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "first", "last"), [(None, None, 1.0, 0.5), (10, None, 0.1, 1.0), (None, 10, 1.0, 0.1)]
+)
+def test_what_wsd_is_not_told_fits_into_what_it_is(warmup, decay, first, last, tiny):
+    config = changed(
+        tiny,
+        train__steps=10,
+        optimizer__schedule="wsd",
+        optimizer__warmup_steps=warmup,
+        optimizer__decay_steps=decay,
+        optimizer__final_fraction=0.0,
+    )
+    learning_rate = check(config).learning_rate
+    assert [learning_rate(0), learning_rate(9)] == pytest.approx([first, last])
