@@ -37,7 +37,7 @@ def main() -> NoReturn:
     from .pipeline import under_torchrun
 
     if not under_torchrun():  # whose stages are not ours to end
-        _end_stages_on_sigterm()
+        _end_stages_on_signals()
     code = run(sys.argv[1:])
     if code != 0:
         sys.stdout.flush()
@@ -83,8 +83,9 @@ def _say(message: Exception | str, code: int) -> int:
     return code
 
 
-def _end_stages_on_sigterm() -> None:
-    """SIGTERM would end this process alone. As an interrupt, it ends the stages too; in a stage it stays what it is."""
+def _end_stages_on_signals() -> None:
+    """SIGTERM and SIGHUP would end this process alone. As an interrupt, they end the stages too; in a stage they stay
+    what they are."""
     parent = os.getpid()
 
     def interrupt(signum: int, frame: object) -> None:
@@ -93,7 +94,9 @@ def _end_stages_on_sigterm() -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:  # nohup ignores the one, and means it
+            signal.signal(signum, interrupt)
 
 
 # ---- train

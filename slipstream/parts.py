@@ -71,6 +71,11 @@ def check(config: Config) -> Parts:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"data.sources = {list(config.data.sources)} leads to {str(error.filename)!r}, which cannot be read "
+            f"({error.strerror}): give another"
+        ) from error
     return Parts(model, batches, validation, groups, learning_rate, peak_rates(config), sizes)
 
 

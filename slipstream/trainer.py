@@ -13,7 +13,6 @@ import resource
 import shutil
 import statistics
 import sys
-import traceback
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,16 +25,7 @@ from .config import Config, ConfigError, to_toml, validate
 from .metrics import Metrics, Screen, chrome_trace, draw_losses, finite
 from .model import decoder, initialise, next_token_loss, num_parameters
 from .parts import Parts, check
-from .pipeline import (
-    NonFiniteError,
-    Pipeline,
-    PipelineError,
-    StageFailure,
-    StepReport,
-    Transport,
-    launch,
-    under_torchrun,
-)
+from .pipeline import Pipeline, StepReport, Transport, launch
 from .pipeline.clock import Span
 from .pipeline.comm import gather_objects
 from .schedule import Action
@@ -63,22 +53,14 @@ def train(config: Config) -> None:
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
             f"{parts.layers_per_stage} layers, {config.pipeline.schedule}, {config.train.device}; writing {folder}"
         )
-    try:
-        launch(
-            partial(train_stage, config=config),
-            config.pipeline.stages,
-            threads=config.pipeline.transport == "thread",
-            device=config.train.device,
-            timeout_seconds=config.pipeline.timeout_seconds,
-            start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
-        )
-    except (StageFailure, PipelineError, NonFiniteError):
-        raise
-    except Exception as error:
-        if not under_torchrun():
-            raise
-        message = f"stage {os.environ['RANK']} failed with {type(error).__name__}: {error}"
-        raise StageFailure(message, traceback.format_exc()) from error
+    launch(
+        partial(train_stage, config=config),
+        config.pipeline.stages,
+        threads=config.pipeline.transport == "thread",
+        device=config.train.device,
+        timeout_seconds=config.pipeline.timeout_seconds,
+        start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
+    )
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:

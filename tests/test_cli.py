@@ -128,6 +128,15 @@ def test_an_unwritable_folder_is_refused(tiny, here, capsys, monkeypatch):
     assert "run.folder = 'runs' cannot take the folder 'tiny' (Permission denied): use another" in sentence
 
 
+def test_unreadable_data_is_refused(tiny, here, capsys, monkeypatch):
+    def deny(config: object) -> None:
+        raise PermissionError(13, "Permission denied", "secret.txt")
+
+    monkeypatch.setattr("slipstream.parts.load_corpus", deny)
+    sentence = refusal(["train", *as_arguments(changed(tiny, data__sources=("secret.txt",)))], capsys)
+    assert "'secret.txt', which cannot be read (Permission denied): give another" in sentence
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -329,9 +338,8 @@ def test_a_killed_stage_ends_the_run_with_one_message_that_names_it(tiny):
         os.kill(stages[1], signal.SIGKILL)
         code, said = ending(process, stages)
     assert code == 1
-    assert re.search(
-        r"stage 1 was killed by SIGKILL; stage 1 is gone: stage [02] was waiting for the \w+ of [02]", said
-    )
+    assert said.startswith("slipstream: stage 1 was killed by SIGKILL; ")
+    assert re.search(r" is gone: stage [02] was waiting for (the|its) \w+", said)
 
 
 FAULTY = """
@@ -389,6 +397,17 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_one_sentence(tiny, capsys
     said = capsys.readouterr().err
     assert re.search(r"^slipstream: step \d stops the run: the .* is (nan|inf)", said)
     assert said.count("\n") == 1
+
+
+def test_under_torchrun_a_stage_speaks_for_itself_in_one_line(tiny, capsys, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("the world\nis not there")
+
+    monkeypatch.setattr("torch.distributed.rendezvous", fail)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(["train", *as_arguments(changed(tiny, pipeline__transport="process"))]) == 1
+    assert capsys.readouterr().err.startswith("slipstream: stage 1 does not find the others: the world is not there")
 
 
 @pytest.mark.timeout(100)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .comm import ProcessTransport, ThreadWorld, Transport
-from .executor import PipelineError
+from .executor import NonFiniteError, PipelineError
 
 Result = TypeVar("Result")
 Worker = Callable[[Transport], Result]
@@ -72,7 +72,10 @@ def launch(
 
 
 def _join_torchrun(worker: Worker[Result], num_stages: int, device: torch.device, timeout_seconds: float) -> Result:
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
     if world_size != num_stages:
         raise StageFailure(
             f"torchrun started {world_size} processes for {num_stages} stages: make the two numbers the same"
@@ -92,9 +95,11 @@ def _run_stage(
     transport = ProcessTransport(dist.PrefixStore("slipstream", store), device, timeout_seconds)
     try:
         result = worker(transport)
-    except Exception as error:
-        transport.fail(f"stage {rank} failed with {type(error).__name__}: {error}")
+    except (PipelineError, NonFiniteError):
         raise
+    except Exception as error:
+        first = transport.fail(f"stage {rank} failed with {type(error).__name__}: {error}")
+        raise StageFailure(first, traceback.format_exc()) from error
     transport.close()
     return result
 
@@ -150,17 +155,29 @@ def _process_main(
     worker: Worker[Any], stage: int, num_stages: int, device: torch.device, timeout_seconds: float, pipe: Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
+    threading.Thread(target=_die_with_parent, name="watches the parent", daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timedelta(seconds=timeout_seconds))
         if device.type == "cuda":
             device = torch.device("cuda", stage % torch.cuda.device_count())
         result = _run_stage(worker, store, stage, num_stages, device, timeout_seconds)
         pipe.send(("result", pickle.dumps(result), ""))
+    except StageFailure as failure:
+        pipe.send(("failure", str(failure), failure.details))
     except BaseException as error:
-        pipe.send(("failure", str(error), "" if isinstance(error, PipelineError) else traceback.format_exc()))
+        has_said_it = isinstance(error, (PipelineError, NonFiniteError))
+        pipe.send(("failure", str(error), "" if has_said_it else traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a process group with a lost peer may hang in its destructor
+
+
+def _die_with_parent() -> None:
+    """A parent that was killed cannot end its stages; without it they would train on unseen."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store) -> list[Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,3 +146,27 @@ def test_a_microbatch_of_another_shape_is_refused_between_processes():
     odd = type(task)(task.model, data, task.loss)
     with pytest.raises(StageFailure, match="make all microbatches the same size"):
         run_pipeline(odd, 2, SGD, threads=False, num_microbatches=2, num_steps=5)
+
+
+@forks
+def test_stages_end_when_their_parent_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, time\n"
+        "from slipstream import launch\n"
+        "def worker(transport):\n"
+        f"    open(r'{tmp_path}/' + str(os.getpid()), 'w').close()\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    launch(worker, 2, start_method='fork')\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)])
+    deadline = time.monotonic() + 30
+    while len(pids := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
