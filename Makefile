@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: train test lint types format bench-bubble clean
 
 train: .venv/.installed
-	$(BIN)/slipstream train
+	$(BIN)/slipstream train --run.overwrite
 
 test: .venv/.installed
 	$(BIN)/python -m pytest

@@ -1,21 +1,25 @@
 """How much of the time a stage computes: slipstream beside torch.distributed.pipelining, in one interleaved run.
 
-    make bench-bubble                                       everything, about six minutes
+    make bench-bubble                                       everything, about ten minutes
     .venv/bin/python benchmarks/bubble.py --only emulated   stages that sleep: the schedule, and nothing else
     .venv/bin/python benchmarks/bubble.py --only real       a decoder on two cores
 
 The rules, fixed before the results:
 - One world of processes per table; the rivals take turns in it, round after round, so noise hits all of them.
 - Emulated: forward sleeps 10 ms, backward 20 ms, on every stage; utilisation = m (f + b) / step time with the nominal f
-  and b, so that whatever the schedule, the messages, Python or the timer add counts as idle, for every rival alike.
+  and b, so that whatever the schedule, the messages, Python or the timer add counts as idle, for every rival alike. The
+  bare loop is what the machine allows: every process runs the same layer forward and backward, alone, with no message.
 - Step time: mean over the steady steps of a round on the slowest stage; two_bw's fill and drain are left out, and the
   first two steps of the others. Reported: median over rounds, and the lowest and highest round.
-- Real: the ratio of step times of torch's Schedule1F1B and two_bw in the same round, one thread per stage.
+- No rival clips unless its row says so; diagnostics are off.
+- Real: the ratio of step times of torch's Schedule1F1B and two_bw in the same round, AdamW, one thread per stage, and
+  plain BLAS for both: oneDNN is slower at these shapes on ARM, and more so when both cores are busy.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -34,12 +38,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.model import PRESETS, decoder, initialise, next_token_loss
+from slipstream.model import ModelConfig, decoder, initialise, next_token_loss
 from slipstream.pipeline.comm import Link, Message, Transport, Waiting
 from slipstream.pipeline.partition import cut, partition
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
 TORCH_SCHEDULES = {"torch GPipe": ScheduleGPipe, "torch 1F1B": Schedule1F1B}
+BARE_LOOP = "bare loop, no pipeline"
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Workload:
     sizes: list[int]
     data: Callable[[int, int], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
-    learning_rate: float
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def emulated(num_stages: int) -> Workload:
@@ -92,24 +97,26 @@ def emulated(num_stages: int) -> Workload:
         sizes=[1] * num_stages,
         data=lambda step, microbatch: (torch.ones(1, 2), torch.zeros(1, 2)),
         loss=lambda outputs, targets: (outputs * 0).sum(),
-        learning_rate=0.0,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
     )
 
 
 def real(num_stages: int) -> Workload:
-    """Equal blocks on both stages; a byte vocabulary, so that embedding and head weigh little."""
-    config = PRESETS["tiny"]
+    """Equal blocks on both stages; wide, and with a byte vocabulary, so that embedding and head weigh little."""
+    config = ModelConfig(
+        vocab_size=256, sequence_length=256, dim=256, num_layers=4, num_heads=4, num_kv_heads=4, hidden_dim=704
+    )
     model = decoder(config)
     initialise(model, config, seed=0)
-    tokens = torch.randint(
-        config.vocab_size, (64, config.sequence_length + 1), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (8, 1, config.sequence_length + 1), generator=generator)
 
     def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        rows = tokens[(8 * microbatch) % 64 :][:8]
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return tokens[microbatch, :, :-1].contiguous(), tokens[microbatch, :, 1:].contiguous()
 
-    return Workload(model, partition([1.0] * len(model), num_stages), data, next_token_loss, 1e-4)
+    return Workload(
+        model, partition([1.0] * len(model), num_stages), data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4)
+    )
 
 
 # ---- the rivals
@@ -122,13 +129,14 @@ def run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_s
         workload.model,
         data=workload.data,
         loss=workload.loss,
-        optimizer=partial(torch.optim.SGD, lr=workload.learning_rate),
+        optimizer=workload.optimizer,
         num_microbatches=rival.num_microbatches,
         num_steps=num_steps,
         schedule=rival.schedule,
         depth=rival.depth,
         clip_norm=rival.clip_norm,
         layers_per_stage=workload.sizes,
+        track_alignment=False,
     )
     ends = [time.perf_counter() for report in pipeline.run() if isinstance(report, StepReport)]
     return ends[1:] if pipeline.schedule.is_flushing else ends[1:-2]
@@ -139,7 +147,7 @@ def run_torch(rival: Rival, workload: Workload, transport: Transport, num_steps:
     module = cut(workload.model, workload.sizes, transport.stage)
     stage = PipelineStage(module, transport.stage, transport.num_stages, torch.device("cpu"))
     schedule = TORCH_SCHEDULES[rival.name](stage, rival.num_microbatches, loss_fn=workload.loss)
-    optimizer = torch.optim.SGD(module.parameters(), lr=workload.learning_rate)
+    optimizer = workload.optimizer(list(module.parameters()))
     ends = []
     for step in range(num_steps):
         pairs = [workload.data(step, microbatch) for microbatch in range(rival.num_microbatches)]
@@ -148,6 +156,19 @@ def run_torch(rival: Rival, workload: Workload, transport: Transport, num_steps:
         schedule.step(*inputs, **targets, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    return ends[1:]
+
+
+def run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> list[float]:
+    """The same work without a pipeline."""
+    layer = workload.model[transport.stage]
+    inputs, _ = workload.data(0, 0)
+    ends = []
+    for _ in range(num_steps):
+        for _ in range(rival.num_microbatches):
+            outputs = layer(inputs.clone().requires_grad_())
+            outputs.backward(torch.ones_like(outputs))
         ends.append(time.perf_counter())
     return ends[1:]
 
@@ -187,17 +208,26 @@ def link_latency(transport: Transport, seconds: float) -> Iterator[None]:
 # ---- the run
 
 
+def _sleep_precisely() -> None:
+    """Linux lets a sleep end up to 50 microseconds late to save power; here it is asked not to."""
+    if platform.system() == "Linux":
+        set_timer_slack, one_nanosecond = 29, 1
+        ctypes.CDLL(None).prctl(set_timer_slack, one_nanosecond, 0, 0, 0)
+
+
 def compete(
     transport: Transport, make: Callable[[int], Workload], rivals: list[Rival], num_rounds: int, num_steps: int
 ) -> list[list[float]]:
     """Seconds per step, by rival and round, on this stage."""
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    _sleep_precisely()
     seconds: list[list[float]] = [[] for _ in rivals]
     for _ in range(num_rounds):
         for rival, row in zip(rivals, seconds, strict=True):
             workload = make(transport.num_stages)
             dist.barrier()
-            run = run_slipstream if rival.schedule else run_torch
+            run = run_slipstream if rival.schedule else run_torch if rival.name in TORCH_SCHEDULES else run_bare
             with link_latency(transport, rival.latency_seconds) if rival.latency_seconds else nullcontext():
                 ends = run(rival, workload, transport, num_steps)
             row.append((ends[-1] - ends[0]) / (len(ends) - 1))
@@ -227,6 +257,7 @@ def emulated_tables(console: Console, num_rounds: int) -> list[dict[str, object]
     for num_stages, num_steps in ((4, 14), (8, 10)):
         p = num_stages
         rivals = [
+            Rival(BARE_LOOP, p),
             Rival("torch GPipe", p),
             Rival("torch 1F1B", p),
             Rival("slipstream 1F1B", p, "one_f_one_b"),
@@ -244,7 +275,7 @@ def emulated_tables(console: Console, num_rounds: int) -> list[dict[str, object]
             busy = m * (FORWARD_SECONDS + BACKWARD_SECONDS)
             shares = sorted(busy / seconds for seconds in row["seconds_per_step"])
             row["utilisation"] = statistics.median(shares)
-            flushes = row["schedule"] in ("", "one_f_one_b")
+            flushes = row["name"] in TORCH_SCHEDULES or row["schedule"] == "one_f_one_b"
             ideal = f"{m / (m + p - 1):.3f}" if flushes else "1.000"
             table.add_row(
                 row["name"], str(m), f"{row['utilisation']:.3f}", f"{shares[0]:.3f} - {shares[-1]:.3f}", ideal
@@ -257,7 +288,7 @@ def emulated_tables(console: Console, num_rounds: int) -> list[dict[str, object]
 def real_table(console: Console, num_rounds: int) -> list[dict[str, object]]:
     ms = (2, 4, 8)
     rivals = [rival for m in ms for rival in (Rival("torch 1F1B", m), Rival("slipstream 2BW", m, "two_bw"))]
-    rows = table_of(console, 2, real, rivals, num_rounds, num_steps=10)
+    rows = table_of(console, 2, real, rivals, num_rounds, num_steps=9)
     table = Table(title="real compute, P = 2, one thread per stage: time per step, torch 1F1B over slipstream 2BW")
     for column in ("m", "ratio", "lowest - highest round", "ideal"):
         table.add_column(column, justify="right")
