@@ -1,9 +1,13 @@
 """Slipstream: asynchronous pipeline-parallel pretraining. Train one step behind, without the drag."""
 
-from .optim import AdamW, Group, Muon, muon_and_adamw
-from .pipeline import EvaluationReport, Pipeline, StepReport, launch
-from .reference import reference_run
-from .schedule import Schedule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .optim import AdamW, Group, Muon, muon_and_adamw
+    from .pipeline import EvaluationReport, Pipeline, StepReport, launch
+    from .reference import reference_run
+    from .schedule import Schedule
 
 __all__ = [
     "AdamW",
@@ -17,3 +21,18 @@ __all__ = [
     "muon_and_adamw",
     "reference_run",
 ]
+
+_HOMES = {
+    "optim": ("AdamW", "Group", "Muon", "muon_and_adamw"),
+    "pipeline": ("EvaluationReport", "Pipeline", "StepReport", "launch"),
+    "reference": ("reference_run",),
+    "schedule": ("Schedule",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each name from its home on first use, so that schedules can be made and drawn where there is no torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{home}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

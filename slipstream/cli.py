@@ -196,11 +196,17 @@ def _schedule(arguments: list[str]) -> None:
             global_update=given.name not in ("pipedream", "paci"),
         )
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
-        print(show(schedule, costs, list(given.output) or _drawings(given), max_width=Console().width))
+        print(show(schedule, costs, list(given.output) or _drawings(given), max_width=_width()))
     except ScheduleError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(_cannot_write(error, "output")) from error
+
+
+def _width() -> int:
+    """A file has no edge to run into."""
+    console = Console()
+    return console.width if console.is_terminal else 250
 
 
 def _drawings(given: ScheduleArguments) -> list[Path]:

@@ -9,8 +9,9 @@ from slipstream.config import Config, EvaluationSection, ModelSection, PipelineS
 from slipstream.data import DataConfig
 
 # Stages are forked from the process that runs the tests, and the fork of a process that has computed with a second
-# thread may hang (seen on ARM).
+# thread may hang. On ARM, oneDNN starts threads whatever limit it is given.
 torch.set_num_threads(1)
+torch.backends.mkldnn.enabled = False
 
 
 @pytest.fixture(scope="session")

@@ -280,7 +280,13 @@ def running(tiny: Config, *extra: str, environment: dict[str, str] | None = None
     tiny = changed(tiny, train__steps=10**6, pipeline__transport="process", pipeline__stages=3, evaluation__batches=0)
     command = [sys.executable, "-m", "slipstream", "train", *as_arguments(tiny), *extra]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        # Whoever runs the tests in the background may have told them to ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +80,14 @@ class InFlight:
 
 
 @dataclass(frozen=True)
+class Pending:
+    """An update whose batch has ended and whose deadline has not come."""
+
+    finish: Callable[[], tuple[StepReport, Mark, Mark]]
+    in_background: bool
+
+
+@dataclass(frozen=True)
 class Task:
     """What is trained, apart from how: the same on every stage."""
 
@@ -111,7 +118,12 @@ class Executor:
         self._reducer = Reducer(
             transport, [group.name for group in groups], updater.group_of, tied, schedule.global_update
         )
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"update of stage {transport.stage}")
+        self._background = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"update of stage {transport.stage}",
+            initializer=torch.set_num_threads,  # OpenMP starts every thread with a limit of its own
+            initargs=(torch.get_num_threads(),),
+        )
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
         self._handlers = {
@@ -124,7 +136,7 @@ class Executor:
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
-        self._pending: Callable[[], tuple[StepReport, Mark, Mark]] | None = None
+        self._pending: Pending | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
@@ -148,7 +160,8 @@ class Executor:
             raise PipelineError(self._transport.fail(str(lost))) from lost
         except NonFiniteError as error:
             if self._schedule.global_update:
-                self._await_all_stages()
+                with suppress(PeerLost):
+                    self._await_all_stages()
             self._transport.fail(str(error))
             raise
         except Exception as error:
@@ -228,13 +241,22 @@ class Executor:
             gradients.setdefault(name, torch.zeros_like(self._versions.masters[name]))
         finished = Finished(gradients, self._batch_loss, self._updater.products, self.clock.utilisation())
         self._batch_loss = None
-        self._pending = partial(self._make_update, step, finished)
         has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
-        if has_slack and step - 1 not in self._unevaluated:  # an evaluation to come still needs the masters as they are
-            self._pending = self._background.submit(self._pending).result
+        if not has_slack:
+            self._pending = Pending(
+                lambda: self._apply(step, finished, self._reduce(step, finished)), in_background=False
+            )
+        elif step - 1 in self._unevaluated:  # an evaluation to come still needs the masters as they are
+            sums = self._background.submit(self._reduce, step, finished)
+            self._pending = Pending(lambda: self._apply(step, finished, sums.result()), in_background=False)
+        else:
+            update = self._background.submit(lambda: self._apply(step, finished, self._reduce(step, finished)))
+            self._pending = Pending(update.result, in_background=True)
 
-    def _make_update(self, step: int, finished: Finished) -> tuple[StepReport, Mark, Mark]:
-        sums = self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step}")
+    def _reduce(self, step: int, finished: Finished) -> Sums:
+        return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step}")
+
+    def _apply(self, step: int, finished: Finished, sums: Sums) -> tuple[StepReport, Mark, Mark]:
         start = self.clock.mark()
         if sums.non_finite is None:
             horizon = self._schedule.horizon(self._transport.stage, step)
@@ -263,9 +285,9 @@ class Executor:
     def _update(self, action: Action) -> StepReport:
         pending, self._pending = self._pending, None
         assert pending is not None, f"{action} comes before the end of its batch"
-        report, start, end = pending()
+        report, start, end = pending.finish()
         self._versions.close_next()
-        self.clock.add(action, start, end, in_background=not isinstance(pending, partial))
+        self.clock.add(action, start, end, pending.in_background)
         if self._versions.num_versions > 1:
             live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
             self.peak_versions = max(self.peak_versions, len(live))
@@ -313,6 +335,8 @@ class Executor:
             return value.to(self._device, non_blocking=True)
         if isinstance(value, (tuple, list)):
             return tuple(self._on_device(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._on_device(item) for key, item in value.items()}
         return value
 
 

@@ -114,7 +114,7 @@ def _launch_processes(
         start_method = "spawn" if sys.platform != "linux" else "forkserver" if _can_pickle(worker) else "fork"
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(["slipstream"])
+        context.set_forkserver_preload(["slipstream.pipeline"])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
@@ -230,10 +230,12 @@ def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> Stage
 
 def _launch_threads(worker: Worker[Result], num_stages: int, timeout_seconds: float) -> list[Result]:
     world = ThreadWorld(num_stages, timeout_seconds)
+    num_threads = torch.get_num_threads()
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def run(stage: int) -> None:
+        torch.set_num_threads(num_threads)  # OpenMP starts every thread with a limit of its own
         transport = world.transport(stage)
         try:
             results[stage] = worker(transport)
