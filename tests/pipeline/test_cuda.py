@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from harness import Task, even_cut, language_model, largest_difference, run_pipeline, run_reference
 
-from runs import Task, even_cut, language_model, largest_difference, run_pipeline, run_reference
 from slipstream import Pipeline, launch, muon_and_adamw
 
 pytestmark = [

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+from harness import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
 from torch import nn
 
-from runs import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
 from slipstream import AdamW, Group, Muon, muon_and_adamw
 from slipstream.optim import is_matrix
 

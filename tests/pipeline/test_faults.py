@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import forks, network, run_pipeline, run_reference
 from torch import Tensor, nn
 
-from runs import forks, network, run_pipeline, run_reference
 from slipstream import Group, Pipeline, launch
 from slipstream.pipeline import NonFiniteError, StageFailure
 from slipstream.pipeline.comm import Transport

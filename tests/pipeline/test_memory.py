@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from harness import TIMEOUT_SECONDS, forks
 from torch import nn
 
-from runs import TIMEOUT_SECONDS, forks
 from slipstream import Pipeline, StepReport, launch
 from slipstream.pipeline.comm import Transport
 

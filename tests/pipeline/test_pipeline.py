@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import Task, even_cut, forks, largest_difference, network, run_pipeline, run_reference
 from torch import Tensor, nn
 
-from runs import Task, even_cut, forks, largest_difference, network, run_pipeline, run_reference
 from slipstream import Group, Pipeline, launch
 from slipstream.pipeline.comm import ThreadWorld, gather_objects
 from slipstream.schedule import ScheduleError
@@ -164,7 +164,7 @@ def test_objects_of_any_length_are_gathered_on_every_stage(threads):
 
 
 def test_a_worker_of_a_module_starts_from_a_clean_process():
-    from runs import report_stage
+    from harness import report_stage
 
     assert launch(report_stage, 2, timeout_seconds=60) == ["0 of 2", "1 of 2"]
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from harness import TIMEOUT_SECONDS, forks, language_model
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from runs import TIMEOUT_SECONDS, forks, language_model
 from slipstream import Pipeline, launch
 from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.partition import cut
