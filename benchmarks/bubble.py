@@ -23,12 +23,14 @@ import ctypes
 import json
 import platform
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from queue import Queue
 
 import torch
 import torch.distributed as dist
@@ -174,34 +176,52 @@ def run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: 
 
 
 class DelayedLink(Link):
-    """A message can be taken only `seconds` after it was sent: it travels with the time of its sending."""
+    """A message leaves `seconds` after it was sent, from a thread of the link's own."""
 
     def __init__(self, link: Link, seconds: float) -> None:
         self._link, self._seconds = link, seconds
+        self._queue: Queue[tuple[float, str, Message, Waiting]] = Queue()
+        threading.Thread(target=self._carry, name="slow link", daemon=True).start()
+
+    def _carry(self) -> None:
+        _sleep_precisely()
+        while True:
+            leaves_at, kind, message, waiting = self._queue.get()
+            time.sleep(max(0.0, leaves_at - time.monotonic()))
+            self._link.send(kind, message, waiting)
+            self._queue.task_done()
 
     def send(self, kind: str, message: Message, waiting: Waiting) -> None:
-        self._link.send(kind, (*message, torch.tensor([time.monotonic()], dtype=torch.float64)), waiting)
+        self._queue.put((time.monotonic() + self._seconds, kind, message, waiting))
 
     def expect(self, kind: str) -> None:
         self._link.expect(kind)
 
     def take(self, waiting: Waiting) -> Message:
-        *message, sent = self._link.take(waiting)
-        time.sleep(max(0.0, sent.item() + self._seconds - time.monotonic()))
-        return tuple(message)
+        return self._link.take(waiting)
+
+    def empty(self) -> None:
+        self._queue.join()
 
 
 @contextmanager
 def link_latency(transport: Transport, seconds: float) -> Iterator[None]:
     """Delays everything that passes between neighbours, for a while."""
-    names = [name for name in ("forward_in", "forward_out", "backward_in", "backward_out") if hasattr(transport, name)]
-    links = {name: getattr(transport, name) for name in names}
-    for name, link in links.items():
-        setattr(transport, name, DelayedLink(link, seconds))
+    links = {name: getattr(transport, name) for name in ("forward_out", "backward_out") if hasattr(transport, name)}
+    slow_links = {name: DelayedLink(link, seconds) for name, link in links.items()}
+    flush = transport.flush
+
+    def empty_and_flush() -> None:
+        for link in slow_links.values():
+            link.empty()
+        flush()
+
+    for name, link in {**slow_links, "flush": empty_and_flush}.items():
+        setattr(transport, name, link)
     try:
         yield
     finally:
-        for name, link in links.items():
+        for name, link in {**links, "flush": flush}.items():
             setattr(transport, name, link)
 
 
