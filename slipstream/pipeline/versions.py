@@ -49,12 +49,6 @@ class WeightVersions:
     def num_versions(self) -> int:
         return len(self._slots)
 
-    def start_at(self, version: int) -> None:
-        """Calls the weights at hand `version`, before anything has run."""
-        if version != 0 and self.num_versions > 1:
-            self._copy(self._parameters[0], self._parameters[version % self.num_versions])
-        self.newest = version
-
     def module(self, version: int) -> nn.Module:
         if not self.newest - self.num_versions < version <= self.newest:
             raise RuntimeError(f"version {version} is not kept: the newest of {self.num_versions} is {self.newest}")
