@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/bubble.py --only emulated   stages that sleep: the schedule, and nothing else
     .venv/bin/python benchmarks/bubble.py --only real       a decoder on two cores
 
-The rules, fixed before the results:
+The rules. Some were changed after first results were seen; the dated page says which, and what they gave before:
 - One world of processes per table; the rivals take turns in it, round after round, so noise hits all of them.
 - Emulated: forward sleeps 10 ms, backward 20 ms, on every stage; utilisation = m (f + b) / step time with the nominal f
   and b, so that whatever the schedule, the messages, Python or the timer add counts as idle, for every rival alike. The
