@@ -8,7 +8,7 @@ once, in an order of its own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,7 +69,7 @@ class Batches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
         group = (step * self.num_microbatches + microbatch) * self.num_replicas + self.replica
         samples = range(group * self.microbatch_size, (group + 1) * self.microbatch_size)
-        return [shuffled(sample, self.num_windows, self.seed) for sample in samples]
+        return shuffled(samples, self.num_windows, self.seed).tolist()
 
     def __call__(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 of shape (microbatch_size, sequence_length)."""
@@ -119,35 +119,36 @@ def validation_batches(
     return ValidationBatches(tokens, sequence_length, microbatch_size, num_batches)
 
 
-def shuffled(sample: int, num_windows: int, seed: int) -> int:
-    """The window that a sample reads: each epoch permutes the windows, without a table of any size.
+def shuffled(samples: Sequence[int], num_windows: int, seed: int) -> np.ndarray:
+    """The window that each sample reads: each epoch permutes the windows, without a table of any size.
 
     A Feistel network permutes the numbers below the next power of four, whatever its round function; a number
     that is no window is sent through again until it is one (cycle walking, Black and Rogaway 2002).
     """
-    epoch, number = divmod(sample, num_windows)
-    half = (max(num_windows - 1, 1).bit_length() + 1) // 2
-    mask = (1 << half) - 1
-    while True:
-        left, right = number >> half, number & mask
-        for key in _round_keys(seed, epoch):
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        number = left << half | right
-        if number < num_windows:
-            return number
+    epochs, windows = np.divmod(np.asarray(samples, dtype=np.uint64), np.uint64(num_windows))
+    half = np.uint64((max(num_windows - 1, 1).bit_length() + 1) // 2)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for epoch in np.unique(epochs):
+        walking = epochs == epoch
+        while walking.any():
+            left, right = windows[walking] >> half, windows[walking] & mask
+            for key in _round_keys(seed, int(epoch)):
+                left, right = right, left ^ (_mix(right ^ key) & mask)
+            windows[walking] = left << half | right
+            walking &= windows >= num_windows
+    return windows.astype(np.int64)
 
 
 @lru_cache(maxsize=64)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    digest = hashlib.sha512(f"{seed}/{epoch}".encode()).digest()
-    return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, 64, 8))
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    return np.frombuffer(hashlib.sha512(f"{seed}/{epoch}".encode()).digest(), dtype="<u8").astype(np.uint64)
 
 
-def _mix(x: int) -> int:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of x. Products wrap at 64 bits."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
 
 def _num_windows(tokens: Tokens, sequence_length: int) -> int:
