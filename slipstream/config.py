@@ -21,6 +21,7 @@ from typing import Any, Literal
 from .data import DataConfig
 from .model import PRESETS, ModelConfig
 from .optim.learning_rate import SCHEDULES as LEARNING_RATES
+from .optim.recipes import RECIPES
 from .schedule import DEPTHS, SCHEDULES, Schedule, ScheduleError
 
 MAX_TIMEOUT_SECONDS = 1e6
@@ -76,17 +77,19 @@ class PipelineSection:
 @dataclass(frozen=True)
 class OptimizerSection:
     name: str = "muon"
-    """muon (hidden matrices; AdamW takes the rest), adamw, or any class by its import path: torch.optim.SGD."""
+    """muon, normuon, soap or scion (hidden matrices; AdamW takes the rest), adamw, adan, lion, mars or nadamw, or any
+    class by its import path: torch.optim.SGD."""
     learning_rate: float = 0.02
-    """Peak rate; with muon, of the matrices."""
+    """Peak rate; where AdamW takes the rest, of the matrices."""
     adamw_learning_rate: float = 0.003
-    """muon: peak rate of embedding, head and norms."""
+    """Peak rate of embedding, head and norms where AdamW takes them beside another."""
     arguments: dict[str, float] = field(default_factory=dict)
-    """A class by its import path: further arguments, {momentum = 0.9} in TOML, momentum 0.9 on the command line."""
+    """A class by its import path: further arguments, {momentum = 0.9} in TOML, momentum 0.9 on the command line. Those
+    that slipstream/optim/recipes.py gives normuon, soap, scion, adan, lion, mars and nadamw can be changed likewise."""
     momentum: float = 0.95
     """muon: of the matrices."""
     beta1: float = 0.9
-    """adamw, and the part AdamW takes beside muon: decay of the mean."""
+    """adamw, and the part AdamW takes beside another: decay of the mean."""
     beta2: float = 0.95
     """Likewise, of the mean square."""
     nesterov: bool = True
@@ -315,14 +318,28 @@ def _validate_optimizer(config: Config) -> None:
             )
     if section.arguments and section.name in ("muon", "adamw"):
         raise ConfigError(
-            f"optimizer.arguments = {section.arguments} is for a class by its import path, and {section.name} has "
-            "fields of its own: use those"
+            f"optimizer.arguments = {section.arguments} is for other optimizers, and {section.name} has fields of its "
+            "own: use those"
         )
     for name, own in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if name in section.arguments:
             raise ConfigError(
                 f"optimizer.arguments.{name} = {section.arguments[name]} has a field of its own: set optimizer.{own}"
             )
+    if section.name in RECIPES:
+        _validate_recipe(section)
+
+
+def _validate_recipe(section: OptimizerSection) -> None:
+    """The classes take any argument and say nothing of those they do not know."""
+    known = RECIPES[section.name].arguments
+    for name, value in section.arguments.items():
+        if name not in known:
+            raise ConfigError(
+                f"optimizer.arguments.{name} = {value:g} means nothing to {section.name}: it has {', '.join(known)}"
+            )
+        if isinstance(known[name], int) and value != int(value):
+            raise ConfigError(f"optimizer.arguments.{name} = {value:g} cannot be: write a whole number")
 
 
 # ---- TOML in and out
@@ -335,10 +352,10 @@ def load_toml(path: Path) -> Config:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, a number without end, tables without end
         raise ConfigError(f"{path} is not valid TOML ({error}): mend it there") from error
-    return _build(Config, tree, f"{path}: ")
+    return build(Config, tree, f"{path}: ")
 
 
-def _build(cls: type, tree: Any, where: str) -> Any:
+def build(cls: type, tree: Any, where: str) -> Any:
     if not isinstance(tree, dict):
         raise ConfigError(f"{where.rstrip('. ')} = {tree!r} is not a section: write it as a TOML table")
     hints = typing.get_type_hints(cls)
@@ -347,7 +364,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
         if name not in hints:
             raise ConfigError(f"{where}{name} is unknown: {_suggest(name, hints)}")
         if dataclasses.is_dataclass(hints[name]):
-            values[name] = _build(typing.cast(type, hints[name]), value, f"{where}{name}.")
+            values[name] = build(typing.cast(type, hints[name]), value, f"{where}{name}.")
         else:
             values[name] = _convert(hints[name], value, f"{where}{name}")
     return cls(**values)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Config, ConfigError, model_config, schedule_of, validate
+from .config import Config, ConfigError, OptimizerSection, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
 from .model import ModelConfig, decoder, layer_costs
-from .optim import AdamW, Group, learning_rate_schedule, muon_and_adamw
+from .optim import RECIPES, AdamW, Group, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
 from .pipeline.partition import check_sizes
@@ -124,9 +124,15 @@ def parameter_groups(config: Config) -> list[Group]:
             adamw_beta2=section.beta2,
             **shared,
         )
+    adamw = partial(AdamW, beta1=section.beta1, beta2=section.beta2)
     if section.name == "adamw":
-        make = partial(AdamW, lr=section.learning_rate, beta1=section.beta1, beta2=section.beta2)
-        return [Group("all", make, **shared)]
+        return [Group("all", partial(adamw, lr=section.learning_rate), elementwise=True, **shared)]
+    if section.name in RECIPES:
+        recipe, make = RECIPES[section.name], _recipe_optimizer(section)
+        matrices = Group("matrices", make, is_matrix, elementwise=recipe.elementwise, **shared)
+        if recipe.matrices_only:
+            make = partial(adamw, lr=section.adamw_learning_rate)
+        return [matrices, Group("rest", make, elementwise=recipe.elementwise or recipe.matrices_only, **shared)]
     cls = _optimizer_class(section.name)
     arguments: dict[str, float] = {"lr": section.learning_rate, **section.arguments}
     if "weight_decay" in inspect.signature(cls).parameters:
@@ -136,10 +142,22 @@ def parameter_groups(config: Config) -> list[Group]:
 
 def peak_rates(config: Config) -> dict[str, float]:
     """By group, as `parameter_groups` names them."""
-    section = config.optimizer
-    if section.name == "muon":
-        return {"matrices": section.learning_rate, "rest": section.adamw_learning_rate}
-    return {"all": section.learning_rate}
+    section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
+    rate = section.learning_rate
+    if section.name == "muon" or (recipe and recipe.matrices_only):
+        return {"matrices": rate, "rest": section.adamw_learning_rate}
+    return {"matrices": rate, "rest": rate} if recipe else {"all": rate}
+
+
+def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    recipe = RECIPES[section.name]
+    try:
+        return recipe.optimizer(section.learning_rate, section.arguments)
+    except (ImportError, AttributeError) as error:  # without the package, or with one too old to have the class
+        raise ConfigError(
+            f"optimizer.name = {section.name!r} needs pytorch-optimizer 4.1 or newer ({error}): "
+            "pip install --upgrade pytorch-optimizer"
+        ) from error
 
 
 def _optimizer_class(path: str) -> Any:
@@ -152,8 +170,8 @@ def _optimizer_class(path: str) -> Any:
             reason = f" ({error})"
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
-            f"optimizer.name = {path!r} is no optimizer{reason}: use muon, adamw or the import path of an installed "
-            "torch optimizer, such as torch.optim.SGD"
+            f"optimizer.name = {path!r} is no optimizer{reason}: use muon, adamw, {', '.join(RECIPES)} or the import "
+            "path of an installed torch optimizer, such as torch.optim.SGD"
         )
     return cls
 

@@ -59,7 +59,7 @@ TRAIN_MISTAKES = [
     ("--model.dim -1", "model.dim is -1: set it to 1 or more"),
     ("--model.dim 1.5", "model.dim = '1.5' cannot be: write a whole number"),
     ("--model.sequence-length 100000", "model.sequence_length = 100000 takes 100001 tokens and there are"),
-    ("--optimizer.name sgd", "optimizer.name = 'sgd' is no optimizer: use muon, adamw or the import path of"),
+    ("--optimizer.name sgd", "optimizer.name = 'sgd' is no optimizer: use muon, adamw, normuon, soap,"),
     ("--optimizer.name no.Such", "optimizer.name = 'no.Such' is no optimizer (No module named 'no'): use muon,"),
     ("--optimizer.name torch.nn.Linear", "optimizer.name = 'torch.nn.Linear' is no optimizer: use muon,"),
     ("--optimizer.name torch.optim.LBFGS", "LBFGS.step() missing 1 required positional argument: 'closure'): mend"),
@@ -168,7 +168,7 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
     ("arguments", "sentence"),
     [
         ("trian", "command 'trian' is unknown: did you mean train?"),
-        ("fly", "command 'fly' is unknown: known are train, schedule, prepare"),
+        ("fly", "command 'fly' is unknown: known are train, schedule, study, prepare"),
         ("schedule", "NAME is missing: see slipstream schedule --help"),
         ("schedule pipe", "schedule 'pipe' is unknown: choose one of"),
         ("schedule two_bw --stages x", "stages = 'x' cannot be: write a whole number"),

@@ -4,9 +4,11 @@ from .correction import Alignment, predict, update_products
 from .groups import Group, Hyperparameters, assign, everything, is_matrix, muon_and_adamw
 from .learning_rate import SCHEDULES, constant, cosine, learning_rate_schedule, linear, wsd
 from .optimizer import AdamW, Muon
+from .recipes import RECIPES, Recipe
 from .rules import SCALES, adamw_update, muon_update, newton_schulz
 
 __all__ = [
+    "RECIPES",
     "SCALES",
     "SCHEDULES",
     "AdamW",
@@ -14,6 +16,7 @@ __all__ = [
     "Group",
     "Hyperparameters",
     "Muon",
+    "Recipe",
     "adamw_update",
     "assign",
     "constant",

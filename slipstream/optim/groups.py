@@ -40,6 +40,8 @@ class Group:
     clip_norm: float | None = None
     """Gradients of this group are scaled down to this norm, taken over all stages. A norm shared with other
     groups could push matrices under Newton-Schulz's epsilon and stall them."""
+    elementwise: bool = False
+    """The optimizer treats every number alone, so that parameters may be laid end to end in one tensor."""
 
     def __post_init__(self) -> None:
         for field in ("weight_decay", "error_feedback"):
@@ -113,5 +115,5 @@ def muon_and_adamw(
     group = partial(Group, weight_decay=weight_decay, error_feedback=error_feedback, clip_norm=clip_norm)
     return [
         group("matrices", partial(Muon, lr=muon_lr, **chosen("muon_")), is_matrix),
-        group("rest", partial(AdamW, lr=adamw_lr, **chosen("adamw_"))),
+        group("rest", partial(AdamW, lr=adamw_lr, **chosen("adamw_")), elementwise=True),
     ]
