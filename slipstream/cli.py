@@ -1,7 +1,8 @@
-"""The command line: train | schedule | prepare.
+"""The command line: train | schedule | study | prepare.
 
     slipstream train [CONFIG.toml] [--section.field value ...]
     slipstream schedule NAME --stages P --microbatches M
+    slipstream study [GRID.toml]
     slipstream prepare SOURCE ... --output PREFIX
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
@@ -47,7 +48,12 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    commands: dict[str, Callable[[list[str]], None]] = {"train": _train, "schedule": _schedule, "prepare": _prepare}
+    commands: dict[str, Callable[[list[str]], None]] = {
+        "train": _train,
+        "schedule": _schedule,
+        "study": _study,
+        "prepare": _prepare,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -217,6 +223,42 @@ def _drawings(given: ScheduleArguments) -> list[Path]:
 
 def _cannot_write(error: OSError, field: str) -> str:
     return f"{field} = {str(error.filename)!r} cannot be written ({error.strerror}): choose another"
+
+
+# ---- study
+
+
+@dataclass(frozen=True)
+class StudyArguments:
+    """Trains every cell of a grid, each in one process and delayed as a pipeline would delay it, and compares them:
+    optimizers x {sync, async, async with error feedback}. A finished cell is not run again."""
+
+    grid: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[GRID.toml]")] = None
+    """What to run; without one, the built-in grid: AdamW and Muon on a CPU, in minutes."""
+    output: Path | None = None
+    """Where cells, table and figures go; by default runs/study-NAME, with the grid's name."""
+    only: tuple[str, ...] = ()
+    """Run no other optimizers than these; the table still shows every cell that is done."""
+    jobs: int | None = None
+    """Cells at a time; by default one per core, or one on a GPU."""
+
+
+def _study(arguments: list[str]) -> None:
+    from .config import ConfigError
+    from .study.command import StudyFailure, run_study
+    from .study.grid import BUILTIN, load_grid
+
+    given = parse(StudyArguments, arguments, "slipstream study", inspect.getdoc(StudyArguments) or "")
+    if given.jobs is not None and given.jobs < 1:
+        raise UsageError(f"jobs = {given.jobs} is too small: use 1 or more")
+    try:
+        path = given.grid or BUILTIN
+        grid = load_grid(path)
+        run_study(grid, path, given.output or Path("runs") / f"study-{grid.name}", given.only, given.jobs)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    except StudyFailure as failure:
+        raise RunFailure(str(failure)) from failure
 
 
 # ---- prepare

@@ -1,0 +1,510 @@
+"""What a study found, as pictures: loss curves, gaps to sync, cosines of consecutive updates, a gap along an axis.
+
+Colour says mode where modes are compared within an optimizer, and optimizer where optimizers share a panel; both are
+given out in the order of the records, so figures of one study agree. matplotlib is an extra: without it, or without
+anything to draw, the functions return None.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from .record import Record
+from .results import (
+    MODES,
+    RATE,
+    Estimate,
+    Row,
+    axes_of,
+    cells_by_row,
+    curve,
+    final_loss,
+    rows,
+    short_names,
+    value_text,
+    varying,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+# Okabe and Ito's colours, told apart by the colour-blind; their yellow is too light for a line on white.
+BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072b2", "#d55e00", "#009e73"
+PURPLE, ORANGE, SKY, GREY, BROWN = "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#7a5230"
+MODE_COLOURS = (BLACK, VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY, BROWN, GREY)
+"""sync, async, ef, then others as they appear."""
+OPTIMIZER_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, BROWN, GREY)
+Style = Literal["-", "--", ":", "-."]
+STYLES: tuple[Style, ...] = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+UNITS = {"train.steps": "updates", "pipeline.sync_start_steps": "updates", "train.microbatch_size": "sequences"}
+WIDE_SPAN = 20.0
+"""Ratio of the largest to the smallest gap from which on the axis is logarithmic."""
+GAP = "gap to sync (nats per token)"
+
+
+def _start() -> bool:
+    """Whether there is a matplotlib; if so, it draws without a screen from now on."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    return True
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _panels(names: Sequence[str], most_columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A grid of titled panels that share their axes; size: of one, in inches."""
+    from matplotlib import pyplot
+
+    num_columns = min(len(names), most_columns)
+    num_rows = -(-len(names) // num_columns)
+    width, height = max(size[0] * num_columns, 7.0), size[1] * num_rows + 0.6
+    figure, grid = pyplot.subplots(
+        num_rows, num_columns, sharex=True, sharey=True, squeeze=False, figsize=(width, height), layout="constrained"
+    )
+    panels = list(grid.flat)
+    for index, panel in enumerate(panels):
+        if index >= len(names):
+            panel.remove()
+            continue
+        panel.set_title(names[index], fontsize=10)
+        panel.grid(alpha=0.3)
+        # In a last row that is not full, the panel above an empty place is the lowest of its column.
+        panel.tick_params(labelbottom=index + num_columns >= len(names))
+    return figure, panels[: len(names)]
+
+
+def _colours(names: Iterable[str], palette: Sequence[str]) -> dict[str, str]:
+    return {name: palette[index % len(palette)] for index, name in enumerate(dict.fromkeys(names))}
+
+
+def _shades(owners: Mapping[str, Any], colours: Mapping[Any, str]) -> dict[str, str]:
+    """Names that share an owner get shades of its colour, the first the full one; in the order of `colours`."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    result = {}
+    for owner, colour in colours.items():
+        names = [name for name, its_owner in owners.items() if its_owner == owner]
+        for index, name in enumerate(names):
+            white = 0.65 * index / len(names)
+            red, green, blue = (channel + (1 - channel) * white for channel in to_rgb(colour))
+            result[name] = to_hex((red, green, blue))
+    return result
+
+
+def _mode_colours(records: Iterable[Record]) -> dict[str, str]:
+    return _colours([*MODES, *(record.mode for record in records)], MODE_COLOURS)
+
+
+def _labels(table: Sequence[Row], axes: Sequence[str]) -> list[str]:
+    """What tells a row from others of its optimizer and mode, in words."""
+    names = short_names(axes) | {RATE: "lr"}
+    texts = [[(names[axis], value_text(row, axis)) for axis in axes] for row in table]
+    return [", ".join(f"{name} {value}" for name, value in text if value) for text in texts]
+
+
+def _styles(labels: Iterable[str]) -> dict[str, Style]:
+    """By label: a line that needs no label is solid."""
+    return {label: STYLES[index % len(STYLES)] for index, label in enumerate(sorted(dict.fromkeys(labels), key=bool))}
+
+
+def _style_handles(styles: Mapping[str, Style]) -> list[Line2D]:
+    from matplotlib.lines import Line2D
+
+    shown = styles.items() if len(styles) > 1 else ()
+    return [Line2D([], [], color=GREY, linestyle=style, label=label) for label, style in shown if label]
+
+
+def _tables(records: Sequence[Record]) -> list[tuple[Row, list[Record]]]:
+    """Rows with their cells."""
+    return list(zip(rows(records), cells_by_row(records), strict=True))
+
+
+def _legend(figure: Figure, handles: Sequence[Any]) -> None:
+    """Above the panels, where it covers nothing, in as many columns as there is room for."""
+    widths = [0.7 + 0.08 * len(handle.get_label()) for handle in handles]  # in inches, about
+    for num_columns in range(len(handles), 0, -1):
+        columns = np.array_split(widths, num_columns)
+        if sum(max(column) for column in columns) <= figure.get_figwidth() or num_columns == 1:
+            figure.legend(
+                handles=list(handles), loc="outside upper center", ncols=num_columns, frameon=False, fontsize=9
+            )
+            return
+
+
+# ---- loss against tokens
+
+
+def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
+    """Held-out loss against tokens, a panel per optimizer and a colour per mode: the mean over seeds, with a band from
+    the least to the greatest. A run that diverged is a thin line that ends in a cross."""
+    table = [(row, cells) for row, cells in _tables(records) if any(map(curve, cells))]
+    if not table or not _start():
+        return None
+    from matplotlib.lines import Line2D
+
+    labels = _labels([row for row, _ in table], varying([row for row, _ in table]))
+    styles = _styles(labels)
+    colours = _mode_colours(records)
+    optimizers = list(dict.fromkeys(row.optimizer for row, _ in table))
+    names = short_names(optimizers)
+    figure, panels = _panels([names[optimizer] for optimizer in optimizers], 4, (2.7, 2.5))
+    scale, unit = _token_unit(max(record.tokens for _, cells in table for record in cells))
+    low, high = _loss_range([cell for _, cells in table for cell in cells])
+    any_diverged, above = False, [0] * len(panels)
+    for (row, cells), label in zip(table, labels, strict=True):
+        index, colour = optimizers.index(row.optimizer), colours[row.mode]
+        panel = panels[index]
+        finished = [curve(cell) for cell in cells if final_loss(cell) is not None]
+        tokens, mean, least, greatest = _over_seeds(finished)
+        panel.plot(tokens / scale, mean, color=colour, linestyle=styles[label], linewidth=1.5)
+        panel.fill_between(tokens / scale, least, greatest, color=colour, alpha=0.2, linewidth=0)
+        if len(mean) and mean[-1] > high:
+            _name_end(panel, f"↑ ends at {mean[-1]:.2f}", colour, above[index])
+            above[index] += 1
+        for points in (curve(cell) for cell in cells if final_loss(cell) is None):
+            any_diverged = True
+            if points:
+                panel.plot([t / scale for t, _ in points], [y for _, y in points], color=colour, linewidth=0.7)
+                end, loss = points[-1]
+                panel.plot(end / scale, min(max(loss, low), high), "x", color=colour, markersize=7, clip_on=False)
+    panels[0].set_ylim(low, high)
+    panels[0].set_xlim(left=0)
+    figure.supxlabel(f"tokens{unit}", fontsize=10)
+    figure.supylabel("held-out loss (nats per token)", fontsize=10)
+    modes = [mode for mode in colours if any(row.mode == mode for row, _ in table)]
+    handles = [Line2D([], [], color=colours[mode], label=mode) for mode in modes]
+    handles += _style_handles(styles)
+    if any_diverged:
+        handles.append(Line2D([], [], color=GREY, linewidth=0.7, marker="x", label="diverged"))
+    _legend(figure, handles)
+    return _save(figure, path)
+
+
+def _name_end(panel: Axes, text: str, colour: str, line: int) -> None:
+    """In the upper right corner, for a curve that never comes down to the panel."""
+    panel.annotate(
+        text,
+        (1, 1),
+        xycoords="axes fraction",
+        xytext=(-4, -4 - 11 * line),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=colour,
+        fontsize=8,
+    )
+
+
+def _over_seeds(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Where all seeds were evaluated: x, and there the mean, the least and the greatest."""
+    by_seed = [dict(points) for points in curves]
+    shared = [x for x in by_seed[0] if all(x in seed for seed in by_seed)] if by_seed else []
+    values = np.array([[seed[x] for x in shared] for seed in by_seed or [{}]])
+    return np.array(shared), values.mean(0), values.min(0), values.max(0)
+
+
+def _loss_range(records: Sequence[Record]) -> tuple[float, float]:
+    """From below the best to what the slower half had reached after a fifth of its tokens: the first evaluations would
+    flatten everything. Runs that end up to twice as high get room, but not such that would squeeze the others."""
+    finished = [record for record in records if final_loss(record) is not None and curve(record)]
+    if not finished:
+        losses = [loss for record in records for _, loss in curve(record)]
+        return min(losses) - 0.1, max(losses) + 0.1
+    least = min(loss for record in finished for _, loss in curve(record))
+    usual = float(np.median([_at(curve(record), record.tokens / 5) for record in finished])) - least
+    ends = [curve(record)[-1][1] - least for record in finished]
+    height = max(usual, 1.25 * max(end for end in ends if end <= max(2 * usual, min(ends)))) or 0.2
+    return least - 0.05 * height, least + 1.05 * height
+
+
+def _at(points: Sequence[tuple[int, float]], x: float) -> float:
+    return float(np.interp(x, [t for t, _ in points], [y for _, y in points]))
+
+
+def _token_unit(most: int) -> tuple[float, str]:
+    for scale, name in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
+        if most >= 2 * scale:
+            return scale, f" ({name})"
+    return 1.0, ""
+
+
+# ---- gaps
+
+
+def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
+    """The gap to sync of every mode, as bars beside each other, for each optimizer; the smallest gap of async first."""
+    table = rows(records)
+    sync_of = {cell: row for row in table if row.synchronous for cell in row.ids}
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in table:
+        sync = next((sync_of[baseline] for baseline in row.baselines if baseline in sync_of), None)
+        if sync is not None and not row.synchronous:
+            groups.setdefault(sync.ids, []).append(row)
+    bars = [row for group in groups.values() for row in group]
+    if not bars or not _start():
+        return None
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter
+
+    # What sync rows vary in names the group of bars; what varies beyond that names the bar.
+    syncs = [sync_of[ids[0]] for ids in groups]
+    shared = varying(syncs)
+    optimizers = short_names(row.optimizer for row in syncs)
+    names = _joined("\n", [optimizers[row.optimizer] for row in syncs], _labels(syncs, shared))
+    beyond = _labels(bars, [axis for axis in varying(bars) if axis not in shared])
+    bar_names = _joined(", ", [row.mode for row in bars], beyond)
+    kinds = {(row.mode, row.ids): name for row, name in zip(bars, bar_names, strict=True)}
+    colours = _shades({name: mode for (mode, _), name in kinds.items()}, _mode_colours(records))
+    num_lines = len(bars) + 0.7 * len(groups)
+    figure, panel = pyplot.subplots(figsize=(8, max(2.0, 1.0 + 0.23 * num_lines)), layout="constrained")
+    kept = [row.gap for row in bars if row.gap is not None]
+    is_wide = _span(kept) >= WIDE_SPAN
+    if is_wide:
+        panel.set_xscale("symlog", linthresh=_decade(kept), linscale=0.5)
+        panel.xaxis.set_major_formatter(FuncFormatter(_plain))
+    y, ticks = 0.0, []
+    order = sorted(zip(groups.values(), names, strict=True), key=lambda group: _plain_gap(group[0]))
+    for group, _ in order:
+        ticks.append(y + (len(group) - 1) / 2)
+        for row in sorted(group, key=lambda row: list(colours).index(kinds[row.mode, row.ids])):
+            _bar(panel, row, y, colours[kinds[row.mode, row.ids]])
+            y += 1
+        y += 0.7
+    panel.set_yticks(ticks, [name for _, name in order])
+    panel.set_ylim(y - 0.9, -0.8)
+    panel.tick_params(axis="y", length=0)
+    panel.axvline(0, color=BLACK, linewidth=0.8)
+    whiskers = "; whiskers: spread over seeds" if any(gap.spread for gap in kept) else ""
+    panel.set_xlabel(f"{GAP}{', logarithmic' if is_wide else ''}{whiskers}")
+    panel.grid(axis="x", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    _legend(figure, [Patch(color=colour, label=kind) for kind, colour in colours.items()])
+    return _save(figure, path)
+
+
+def _joined(between: str, names: Sequence[str], labels: Sequence[str]) -> list[str]:
+    return [f"{name}{between}{label}" if label else name for name, label in zip(names, labels, strict=True)]
+
+
+def _plain_gap(group: Sequence[Row]) -> tuple[bool, float]:
+    """To sort by: of async; where that is missing or diverged, after all others."""
+    gaps = [row.gap.mean for row in group if row.mode == "async" and row.gap is not None]
+    others = [row.gap.mean for row in group if row.gap is not None]
+    return (False, min(gaps)) if gaps else (True, max(others, default=math.inf))
+
+
+def _bar(panel: Axes, row: Row, y: float, colour: str) -> None:
+    """With its number to the right of all that is drawn, also where the gap is negative."""
+    words, right = [], 0.0
+    if row.gap is not None:
+        mean, spread = row.gap.mean, row.gap.spread or 0.0
+        panel.barh(y, mean, height=0.9, color=colour)
+        if spread:
+            panel.errorbar(mean, y, xerr=spread, color=BLACK, linewidth=1, capsize=2.5)
+        words.append(f"{mean:+.4f}")
+        right = max(0.0, mean + spread)
+    if row.diverged:
+        words.append(f"× diverged {row.diverged} of {row.seeds}")
+    elif row.gap is None:
+        words.append("sync diverged")
+    panel.annotate(
+        " ".join(words), (right, y), xytext=(4, 0), textcoords="offset points", va="center_baseline", fontsize=8
+    )
+
+
+def _span(gaps: Iterable[Estimate]) -> float:
+    """Ratio of the largest to the smallest, whatever their sign."""
+    sizes = [abs(gap.mean) for gap in gaps if gap.mean]
+    return max(sizes) / min(sizes) if sizes else 1.0
+
+
+def _decade(gaps: Sequence[Estimate]) -> float:
+    """Up to where an axis is linear, so that it has a 0 and negative gaps: what is smaller is as good as none."""
+    sizes = [abs(gap.mean) for gap in gaps if gap.mean]
+    return 10.0 ** math.floor(math.log10(max(min(sizes), max(sizes) / 100)))
+
+
+def _plain(value: float, place: int | None = None) -> str:
+    return f"{value:g}"
+
+
+# ---- cosines
+
+
+def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
+    """Cosine of an update and the one before, under plain delay: a panel per parameter group, a colour per optimizer;
+    the mean, smoothed, over the seeds that finished, or over all if none did."""
+    table = [(row, cells) for row, cells in _tables(records) if row.mode == "async" and any(c.cosines for c in cells)]
+    if not table or not _start():
+        return None
+    from matplotlib.lines import Line2D
+
+    optimizers = list(dict.fromkeys(row.optimizer for row, _ in table))
+    colours = _colours((record.optimizer for record in records), OPTIMIZER_COLOURS)
+    names = short_names(optimizers)
+    labels = _labels([row for row, _ in table], varying([row for row, _ in table]))
+    styles = _styles(labels)
+    groups = list(dict.fromkeys(group for _, cells in table for cell in cells for group in cell.cosines))
+    figure, panels = _panels([f"parameter group: {group}" for group in groups], 3, (4.0, 3.2))
+    least = 0.4
+    for (row, cells), label in zip(table, labels, strict=True):
+        for panel, group in zip(panels, groups, strict=True):
+            whole = [cell for cell in cells if final_loss(cell) is not None] or cells
+            # A nan that has been through JSON is None.
+            found = [[(s, c) for s, c in cell.cosines.get(group, []) if c is not None] for cell in whole]
+            steps, mean, _, _ = _over_seeds([points for points in found if points])
+            if len(steps):
+                mean = _smooth(mean)
+                least = min(least, float(mean.min()))
+                panel.plot(steps, mean, color=colours[row.optimizer], linestyle=styles[label], linewidth=1.5)
+    for panel in panels:
+        panel.axhline(0.5, color=BLACK, linestyle="--", linewidth=1)
+    panels[0].set_ylim(least - 0.02, 1.02)
+    panels[0].set_xlim(left=0)
+    figure.supxlabel("step (updates)", fontsize=10)
+    figure.supylabel("cosine of consecutive updates", fontsize=10)
+    handles = [Line2D([], [], color=colours[optimizer], label=names[optimizer]) for optimizer in optimizers]
+    handles += _style_handles(styles)
+    handles.append(Line2D([], [], color=BLACK, linestyle="--", linewidth=1, label="below this, error feedback hurts"))
+    _legend(figure, handles)
+    return _save(figure, path)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """A moving average over a fortieth of the run, of what there is of that near the ends."""
+    half = len(values) // 80
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    begin, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    return (sums[end] - sums[begin]) / (end - begin)
+
+
+# ---- along an axis
+
+
+def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
+    """The gap to sync against one axis whose values are numbers, such as optimizer.momentum: a colour per optimizer, a
+    marker and a style per mode. Above the panel, a cross for every row of which a cell diverged."""
+    table = [row for row in rows(records) if not row.synchronous and _number(axes_of(row).get(axis)) is not None]
+    table = [row for row in table if row.gap is not None or row.diverged]
+    if not table or not _start():
+        return None
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    colours = _colours((record.optimizer for record in records), OPTIMIZER_COLOURS)
+    modes = [mode for mode in _mode_colours(records) if any(row.mode == mode for row in table)]
+    figure, panel = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    lines = _lines(table, axis)
+    owners = {name: (line[0].optimizer, line[0].mode) for name, line in lines.items()}
+    shades = _shades(owners, {owner: colours[owner[0]] for owner in owners.values()})
+    for name, line in lines.items():
+        mode = modes.index(line[0].mode)
+        points = [(_x(row, axis), row.gap.mean, row.gap.spread or 0.0) for row in line if row.gap is not None]
+        panel.errorbar(
+            *(zip(*sorted(points), strict=True) if points else ((), (), ())),
+            color=shades[name],
+            linestyle=STYLES[mode % len(STYLES)],
+            marker=MARKERS[mode % len(MARKERS)],
+            markersize=5,
+            linewidth=1.5,
+            capsize=2.5,
+            label=name,
+        )
+    gaps = [row.gap for row in table if row.gap is not None]
+    if _span(gaps) >= WIDE_SPAN:
+        if all(gap.mean >= _decade(gaps) for gap in gaps):
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            panel.yaxis.set_minor_locator(NullLocator())
+        else:
+            panel.set_yscale("symlog", linthresh=_decade(gaps), linscale=0.5)
+        panel.yaxis.set_major_formatter(FuncFormatter(_plain))
+    if panel.get_yscale() != "log":
+        panel.axhline(0, color=BLACK, linewidth=0.8)
+    xs = sorted({_x(row, axis) for row in table})
+    if xs[0] > 0 and xs[-1] / xs[0] > 8:
+        panel.set_xscale("log")
+        panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xticks(xs, _tick_labels(xs, panel.get_xscale() == "log"))
+    _mark_diverged(panel, [(_x(row, axis), row, colours[row.optimizer]) for row in table if row.diverged])
+    panel.set_xlabel(f"{axis} ({UNITS[axis]})" if axis in UNITS else axis)
+    panel.set_ylabel(GAP)
+    panel.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return _save(figure, path)
+
+
+def _tick_labels(xs: Sequence[float], is_log: bool) -> list[str]:
+    """From the right; those that would run into their neighbour stay empty."""
+    places = np.log(xs) if is_log else np.array(xs)
+    room = 0.07 * (places[-1] - places[0])
+    labels, last = [], math.inf
+    for x, place in reversed(list(zip(xs, places, strict=True))):
+        labels.append(f"{x:g}" if last - place >= room else "")
+        last = place if labels[-1] else last
+    return labels[::-1]
+
+
+def _mark_diverged(panel: Axes, marks: Sequence[tuple[float, Row, str]]) -> None:
+    """marks: place, row, colour. Those at one place are stacked."""
+    stacked: dict[float, int] = {}
+    for x, row, colour in marks:
+        stacked[x] = stacked.get(x, 0) + 1
+        panel.annotate(
+            f"× {row.mode} diverged {row.diverged} of {row.seeds}",
+            (x, 1),
+            xycoords=panel.get_xaxis_transform(),
+            xytext=(-4, 12 * stacked[x] - 7),
+            textcoords="offset points",
+            color=colour,
+            fontsize=8,
+        )
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _x(row: Row, axis: str) -> float:
+    x = _number(axes_of(row).get(axis))
+    assert x is not None
+    return x
+
+
+def _lines(table: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+    """By name. Rows of one optimizer and mode are one line, unless two of its points would share a place: then what
+    else varies tells the lines apart."""
+    optimizers = short_names(row.optimizer for row in table)
+    result: dict[str, list[Row]] = {}
+    for key in dict.fromkeys((row.optimizer, row.mode) for row in table):
+        line = [row for row in table if (row.optimizer, row.mode) == key]
+        name = f"{optimizers[key[0]]}, {key[1]}"
+        if len({_x(row, axis) for row in line}) == len(line):
+            result[name] = line
+            continue
+        labels = _labels(line, [other for other in varying(line) if other != axis])
+        for row, full_name in zip(line, _joined(", ", [name] * len(line), labels), strict=True):
+            result.setdefault(full_name, []).append(row)
+    return result

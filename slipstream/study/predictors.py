@@ -1,0 +1,142 @@
+"""Which update comes next? Error feedback runs a batch on z - lam d w, w being what is expected of the next update.
+
+The paper's answer is the last update. These are others, to be judged beside it; they live in the study, and one moves
+to `optim.correction` when it has won. u: the update just made, v: the one before. All stay on the device.
+
+    last       w = u
+    two_term   w = u + k (u - v)        k > 0 carries on a trend, k < 0 averages it away
+    adaptive   w = c u                  c: least squares of each update on the one before, averaged over steps
+    fitted     w = a u + b v            a, b: likewise, on the two before
+    momentum   the update that the momentum alone would make, were the next gradient what it expects: the fresh
+               gradient's noise, which is in u and will not come again, is not in it (Muon: after Newton-Schulz)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..optim import AdamW, Muon
+from ..optim.rules import orthogonal_update
+
+MEMORY = 0.9
+"""Of the running sums that coefficients are fitted to: ten steps or so."""
+
+
+class Predictor(Protocol):
+    """One for every parameter group: it may remember."""
+
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        """From the updates just made, flat and in pieces, the ones expected next. What is returned is the caller's."""
+
+
+class Last:
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        return updates
+
+
+class TwoTerm:
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._previous: list[Tensor] | None = None
+
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        previous, self._previous = self._previous or updates, [u.clone() for u in updates]
+        # w = v + (1 + k) (u - v)
+        return [v.lerp(u, 1 + self._weight) for u, v in zip(updates, previous, strict=True)]
+
+
+class Fitted:
+    """Least squares of the newest update on the `num_terms` before it; the normal equations are averaged over steps."""
+
+    def __init__(self, num_terms: int) -> None:
+        self._num_terms = num_terms
+        self._history: list[list[Tensor]] = []
+        """Newest first."""
+        self._gram: Tensor | None = None
+
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        self._history = [[u.clone() for u in updates], *self._history][: self._num_terms + 1]
+        if len(self._history) <= self._num_terms:
+            return updates
+        # products[i, j] = <u[t-i], u[t-j]>
+        products = torch.stack([self._products(i) for i in range(self._num_terms + 1)])
+        # Early updates grow with the warm-up; equal weights for all steps would hand the fit to the latest.
+        products = products / products[0, 0].clamp(min=torch.finfo(products.dtype).tiny)
+        self._gram = products if self._gram is None else self._gram.lerp(products, 1 - MEMORY)
+        # A touch of ridge: two collinear updates must not make the system singular.
+        normal = self._gram[1:, 1:] + 1e-6 * torch.diag(self._gram.diagonal()[1:])
+        coefficients = torch.linalg.solve_ex(normal, self._gram[1:, :1]).result.flatten().clamp(-2, 2)
+        terms = zip(*self._history[: self._num_terms], strict=True)
+        return [
+            sum((c.to(u.dtype) * u for c, u in zip(coefficients, term, strict=True)), torch.zeros_like(term[0]))
+            for term in terms
+        ]
+
+    def _products(self, i: int) -> Tensor:
+        return torch.stack(
+            [
+                torch.stack([torch.dot(u, v) for u, v in zip(self._history[i], other, strict=True)]).double().sum()
+                for other in self._history
+            ]
+        )
+
+
+class Momentum:
+    def __init__(self, pieces: list[list[nn.Parameter]]) -> None:
+        """pieces: the optimizer's parameters, in the order in which they lie in each flat piece."""
+        self._pieces = pieces
+
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        expected = _muon_forecast(optimizer) if isinstance(optimizer, Muon) else _adamw_forecast(optimizer)
+        return [torch.cat([expected[p].flatten() for p in piece]) for piece in self._pieces]
+
+
+def _muon_forecast(optimizer: Muon) -> dict[Tensor, Tensor]:
+    expected: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        alike: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+        for parameter in group["params"]:
+            alike[parameter.shape].append(parameter)
+        for parameters in alike.values():
+            # The next direction is beta^2 m + (1 - beta^2) g, and m is what is expected of g.
+            directions = torch.stack([optimizer.state[p]["momentum"] for p in parameters])
+            stack = directions.reshape(-1, *directions.shape[-2:])
+            updates = orthogonal_update(
+                stack, lr=group["lr"], ns_steps=group["ns_steps"], ns_dtype=group["ns_dtype"], scale=group["scale"]
+            )
+            expected |= dict(zip(parameters, updates.reshape(directions.shape), strict=True))
+    return expected
+
+
+def _adamw_forecast(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    assert isinstance(optimizer, AdamW)
+    expected = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            mean = state["mean"] / (1 - group["beta1"] ** state["step"])
+            root = (state["square"] / (1 - group["beta2"] ** state["step"])).sqrt_()
+            expected[parameter] = group["lr"] * mean / root.add_(group["eps"])
+    return expected
+
+
+PREDICTORS = ("last", "two_term", "adaptive", "fitted", "momentum")
+
+
+def make_predictor(name: str, weight: float, pieces: list[list[nn.Parameter]]) -> Predictor:
+    if name == "last":
+        return Last()
+    if name == "two_term":
+        return TwoTerm(weight)
+    if name == "adaptive":
+        return Fitted(num_terms=1)
+    if name == "fitted":
+        return Fitted(num_terms=2)
+    if name == "momentum":
+        return Momentum(pieces)
+    raise ValueError(f"predictor {name!r} is unknown: choose one of {', '.join(PREDICTORS)}")

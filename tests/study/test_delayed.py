@@ -1,0 +1,177 @@
+"""A study's run and a pipeline's run of the same configuration end in the same parameters."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from harness import TIMEOUT_SECONDS, largest_difference
+from settings import changed
+from torch import Tensor
+
+from slipstream.config import Config
+from slipstream.model import decoder, initialise, next_token_loss
+from slipstream.parts import check
+from slipstream.pipeline import Pipeline, StepReport, launch
+from slipstream.pipeline.comm import Transport
+from slipstream.reference import reference_run
+from slipstream.study.cell import Cell
+from slipstream.study.delayed import DelayedRun
+
+BASE = changed(
+    Config(),
+    model__dim=16,
+    model__num_layers=4,
+    model__num_heads=2,
+    model__num_kv_heads=1,
+    model__hidden_dim=24,
+    model__sequence_length=16,
+    train__steps=20,
+    train__microbatch_size=2,
+    train__dtype="float64",
+    pipeline__transport="thread",
+    pipeline__stages=2,
+    pipeline__microbatches=2,
+    optimizer__newton_schulz_dtype="float64",
+    optimizer__clip_norm=0.05,
+    evaluation__batches=2,
+    evaluation__every_steps=0,
+)
+CPU = torch.device("cpu")
+
+
+def run_study(cell: Cell) -> tuple[dict[str, Tensor], list[float], float]:
+    run = DelayedRun(cell, check(cell.config), CPU)
+    assert list(run.train()) == list(range(1, cell.config.train.steps + 1))
+    held_out = run.evaluate().item()
+    return {name: weight.clone() for name, weight in run.weights().items()}, run.losses.tolist(), held_out
+
+
+def run_pipeline(config: Config) -> tuple[dict[str, Tensor], list[float], float]:
+    parts = check(config)
+    validation = parts.validation
+    assert validation is not None
+    num_tokens = sum(map(validation.num_tokens, range(len(validation))))
+
+    def worker(transport: Transport) -> tuple[dict[str, Tensor], list[float], float | None]:
+        with torch.device("meta"):
+            model = decoder(parts.model)
+
+        def materialise(layers: torch.nn.Module) -> None:
+            initialise(layers.double().to_empty(device="cpu"), parts.model, config.train.seed)
+
+        pipeline = Pipeline(
+            transport,
+            model,
+            data=parts.batches,
+            loss=next_token_loss,
+            optimizer=parts.groups,
+            num_microbatches=config.pipeline.microbatches,
+            num_steps=config.train.steps,
+            schedule=config.pipeline.schedule,
+            depth=config.pipeline.depth,
+            sync_start_steps=config.pipeline.sync_start_steps,
+            learning_rate=parts.learning_rate,
+            loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+            evaluation=validation,
+            num_evaluations=len(validation),
+            evaluation_scale=1 / num_tokens,
+            layers_per_stage=parts.layers_per_stage,
+            prepare=materialise,
+        )
+        reports = list(pipeline.run())
+        losses = [report.loss for report in reports if isinstance(report, StepReport)]
+        held_out = [report.loss for report in reports if not isinstance(report, StepReport)]
+        return {name: weight.clone() for name, weight in pipeline.weights().items()}, losses, held_out[-1]
+
+    stages = launch(worker, config.pipeline.stages, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+    weights: dict[str, Tensor] = {}
+    for stage, _, _ in stages:
+        weights |= stage
+    _, losses, held_out = stages[-1]
+    assert held_out is not None
+    return weights, losses, held_out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline__schedule": "one_f_one_b"},
+        {"optimizer__error_feedback": 0.0},
+        {"optimizer__error_feedback": 1.0},
+        {"optimizer__error_feedback": 0.5, "model__tied_embeddings": True},
+        {"optimizer__name": "adamw", "optimizer__learning_rate": 0.003},
+        {"optimizer__name": "torch.optim.SGD", "optimizer__arguments": {"momentum": 0.9}},
+        {"pipeline__sync_start_steps": 7},
+        {"pipeline__stages": 3, "pipeline__microbatches": 5},
+        {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "optimizer__error_feedback": 0.0},
+        {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "optimizer__error_feedback": 1.0},
+        {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "pipeline__sync_start_steps": 5},
+        {"pipeline__stages": 4, "pipeline__schedule": "paci", "optimizer__error_feedback": 0.0},
+    ],
+    ids=lambda changes: ",".join(f"{name.split('__')[1]}={value}" for name, value in changes.items()),
+)
+def test_a_study_run_equals_the_pipeline(changes: dict[str, Any]) -> None:
+    config = changed(BASE, **changes)
+    weights, losses, held_out = run_study(Cell(config))
+    expected, expected_losses, expected_held_out = run_pipeline(config)
+    assert largest_difference(expected, weights) < 1e-12
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert held_out == pytest.approx(expected_held_out, rel=1e-12)
+    start = decoder(check(config).model).double()
+    initialise(start, check(config).model, config.train.seed)
+    assert largest_difference(start.state_dict(), weights) > 1e-3  # it went somewhere
+
+
+@pytest.mark.parametrize("delays", [(0, 1), (1, 0), (2, 1)])
+def test_delays_of_ones_own_equal_the_reference(delays: tuple[int, ...]) -> None:
+    parts = check(BASE)
+    model = decoder(parts.model).double()
+    initialise(model, parts.model, BASE.train.seed)
+    expected, _ = reference_run(
+        model,
+        data=parts.batches,
+        loss=next_token_loss,
+        groups=parts.groups,
+        num_microbatches=BASE.pipeline.microbatches,
+        num_steps=BASE.train.steps,
+        delays=delays,
+        layers_per_stage=parts.layers_per_stage,
+        learning_rate=parts.learning_rate,
+        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+    )
+    weights, _, _ = run_study(Cell(BASE, delays=delays))
+    assert largest_difference(weights, expected) < 1e-12
+
+
+def test_low_precision_touches_the_working_copy_alone() -> None:
+    config = changed(BASE, train__dtype="float32", optimizer__newton_schulz_dtype="float32")
+    _, _, fine_loss = run_study(Cell(config))
+    coarse, _, coarse_loss = run_study(Cell(config, compute_dtype="bfloat16"))
+    assert all(weight.dtype is torch.float32 for weight in coarse.values())
+    assert coarse_loss == pytest.approx(fine_loss, rel=0.02)
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in coarse.values())
+
+
+def test_the_update_takes_a_share_of_the_step() -> None:
+    run = DelayedRun(Cell(BASE), check(BASE), CPU)
+    for _ in run.train():
+        pass
+    assert 0 < run.clock.optimizer_share() < 1
+
+
+def test_cosines_are_of_consecutive_updates() -> None:
+    """Every third step, from the masters as they were seen after each."""
+    config = changed(BASE, optimizer__weight_decay=0.0)
+    run = DelayedRun(Cell(config), check(config), CPU)
+    seen = [torch.cat([slab.master for slab in run.groups[0].slabs]).clone()]
+    for _ in run.train(track_every=3):
+        seen.append(torch.cat([slab.master for slab in run.groups[0].slabs]).clone())
+    updates = [before - after for before, after in itertools.pairwise(seen)]
+    steps = [step for step, _ in run.groups[0].products]
+    assert steps == [3, 6, 9, 12, 15, 18]
+    for step, products in run.groups[0].products:
+        u, v = updates[step], updates[step - 1]
+        assert products.tolist() == pytest.approx([float(u @ v), float(u @ u), float(v @ v)], rel=1e-6)
