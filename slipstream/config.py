@@ -70,6 +70,8 @@ class PipelineSection:
     """Layers of every stage, embedding and head counted as one each; empty: balanced by their FLOPs."""
     transport: Literal["process", "thread"] = "process"
     """Stages as processes, or as threads of one process (several stages on one GPU)."""
+    shared_memory: bool = True
+    """Processes of one machine exchange activations in shared memory, on CPUs; false: by gloo, as between machines."""
     timeout_seconds: float = 300.0
     """How long a stage waits for another before it gives up and says what it waited for."""
 
@@ -92,6 +94,8 @@ class OptimizerSection:
     """adamw, and the part AdamW takes beside another: decay of the mean."""
     beta2: float = 0.95
     """Likewise, of the mean square."""
+    adamw_nesterov: bool = False
+    """Likewise: look one step ahead along the mean."""
     nesterov: bool = True
     """muon: look ahead along the momentum."""
     newton_schulz_steps: int = 5

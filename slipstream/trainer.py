@@ -59,6 +59,7 @@ def train(config: Config) -> None:
         threads=config.pipeline.transport == "thread",
         device=config.train.device,
         timeout_seconds=config.pipeline.timeout_seconds,
+        shared_memory=config.pipeline.shared_memory,
         start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
     )
 

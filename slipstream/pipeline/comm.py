@@ -1,12 +1,12 @@
-"""The only file that sends or receives between stages.
+"""How stages reach each other; with shared_memory.py, all that sends or receives.
 
 A `Transport` is what one stage sees of the others: four links to its neighbours (forward and backward, in and out), a
 gather over stages, and a place to leave word of a failure. Two kinds: `ProcessTransport` over torch.distributed (gloo
-on CPU, NCCL on CUDA) and `ThreadTransport` over in-process queues (tests, several stages on one GPU).
+on CPU, with shared memory between processes of one machine; NCCL on CUDA) and `ThreadTransport` over in-process queues
+(tests, several stages on one GPU).
 
-Every link is a FIFO with one sender and one receiver, and a process group of its own: NCCL ignores message tags, so
-order within a group is all there is, and a receive posted early in a shared group could stand before a send it depends
-on.
+A link over torch.distributed has a process group of its own: NCCL ignores message tags, so order within a group is all
+there is, and a receive posted early in a shared group could stand before a send it depends on.
 """
 
 from __future__ import annotations
@@ -24,36 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Message = tuple[Tensor, ...]
-Waiting = Callable[[], str]
-"""Says what a stage waits for; called only when the wait fails."""
+from .link import Link, Message, PeerLost, Spec, Waiting, peer_lost
+from .shared_memory import Ends, SharedMemoryLink, connect
 
-_DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
 _HEADER_LENGTH = 256
-
-
-class PeerLost(RuntimeError):
-    """Another stage is gone, or silent for too long."""
-
-
-class Link(ABC):
-    """One direction of one edge. `kind` names a stream of messages of one shape: training or evaluation."""
-
-    @abstractmethod
-    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
-        """Starts to send, and returns at once unless too much is under way."""
-
-    @abstractmethod
-    def expect(self, kind: str) -> None:
-        """Announces that the next message but those announced before will be of this kind, so that it can be received
-        into place while the stage computes."""
-
-    @abstractmethod
-    def take(self, waiting: Waiting) -> Message:
-        """The next message, in tensors nobody else holds."""
 
 
 class Gathering(ABC):
@@ -99,37 +73,6 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Shape and type of every tensor of a message; the first message of a kind is preceded by it."""
-
-    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
-
-    @classmethod
-    def of(cls, message: Message) -> Spec:
-        return cls(tuple((t.dtype, t.shape) for t in message))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in self.tensors)
-
-    def encode(self) -> Tensor:
-        numbers = [len(self.tensors)]
-        for dtype, shape in self.tensors:
-            numbers += [_DTYPES.index(dtype), len(shape), *shape]
-        if len(numbers) > _HEADER_LENGTH:
-            raise ValueError(f"{len(self.tensors)} tensors are too many to pass between two layers: pass fewer")
-        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), dtype=torch.int64)
-
-    @classmethod
-    def decode(cls, header: Tensor) -> Spec:
-        numbers = iter(header.tolist())
-        tensors = []
-        for _ in range(next(numbers)):
-            dtype, num_dims = _DTYPES[next(numbers)], next(numbers)
-            tensors.append((dtype, torch.Size(next(numbers) for _ in range(num_dims))))
-        return cls(tuple(tensors))
-
-
-@dataclass(frozen=True)
 class BrokenWork:
     """A send or receive that could not even be started."""
 
@@ -149,18 +92,20 @@ class ProcessLink(Link):
 
     def send(self, kind: str, message: Message, waiting: Waiting) -> None:
         message = tuple(tensor.contiguous() for tensor in message)
-        spec = Spec.of(message)
         if kind not in self._specs:
-            self._specs[kind] = spec
-            self._send((spec.encode().to(self._transport.device),), waiting)
-        elif spec != self._specs[kind]:
-            raise ValueError(
-                f"{kind} messages between two stages keep one shape: {spec} comes after {self._specs[kind]}; "
-                "make all microbatches the same size"
-            )
+            self._specs[kind] = Spec.of(message)
+            self._send((self._header(self._specs[kind]),), waiting)
+        else:
+            self._specs[kind].check(kind, message)
         self._send(message, waiting)
         while len(self._sending) > self._transport.max_under_way:
             self._finish_oldest()
+
+    def _header(self, spec: Spec) -> Tensor:
+        numbers = spec.encode()
+        if len(numbers) > _HEADER_LENGTH:
+            raise ValueError(f"{len(spec.tensors)} tensors are too many to pass between two layers: pass fewer")
+        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=self._transport.device)
 
     def _send(self, message: Message, waiting: Waiting) -> None:
         works = [self._start(dist.isend, tensor) for tensor in message]
@@ -198,7 +143,7 @@ class ProcessLink(Link):
         if not self._posted:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._transport.device)
             self._transport.wait(self._start(dist.irecv, header), waiting, self._peer)
-            self._specs[self._expected[0]] = Spec.decode(header)
+            self._specs[self._expected[0]] = Spec.decode(header.tolist())
             self._post()
         works, message = self._posted.popleft()
         for work in works:
@@ -209,6 +154,9 @@ class ProcessLink(Link):
         while self._sending:
             self._finish_oldest()
         self._specs.clear()
+
+    def close(self) -> None:
+        """Its group goes with all others."""
 
 
 class ProcessGathering(Gathering):
@@ -223,19 +171,34 @@ class ProcessGathering(Gathering):
 class ProcessTransport(Transport):
     """One stage per rank of the default process group; rank = stage."""
 
-    def __init__(self, store: dist.Store, device: torch.device, timeout_seconds: float) -> None:
+    def __init__(
+        self, store: dist.Store, device: torch.device, timeout_seconds: float, shared_memory: bool = True
+    ) -> None:
         self.stage, self.num_stages = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout_seconds = device, timeout_seconds
         self._store = store
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._links: list[ProcessLink] = []
+        self._links: list[ProcessLink | SharedMemoryLink] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        ends: dict[int, Ends] = {}
+        is_shared = [False] * (self.num_stages - 1)
+        if shared_memory and device.type == "cpu":
+            ends, is_shared = connect(store, self.stage, self.num_stages, timeout_seconds)
         for edge in range(self.num_stages - 1):
-            forward, backward = (self._new_group((edge, edge + 1), self._backend) for _ in range(2))
+            groups = [] if is_shared[edge] else [self._new_group((edge, edge + 1), self._backend) for _ in range(2)]
+            if self.stage not in (edge, edge + 1):
+                continue
+            peer = 2 * edge + 1 - self.stage
+            forward, backward = (
+                [SharedMemoryLink(end, self.stage, peer, timeout_seconds, self._max_under_way) for end in ends[edge]]
+                if is_shared[edge]
+                else [ProcessLink(self, peer, group) for group in groups]
+            )
+            self._links += [forward, backward]
             if self.stage == edge:
-                self.forward_out, self.backward_in = self._link(edge + 1, forward), self._link(edge + 1, backward)
-            elif self.stage == edge + 1:
-                self.forward_in, self.backward_out = self._link(edge, forward), self._link(edge, backward)
+                self.forward_out, self.backward_in = forward, backward
+            else:
+                self.forward_in, self.backward_out = forward, backward
         everyone = tuple(range(self.num_stages))
         self._groups[everyone, "gloo"] = self._new_group(everyone, "gloo")
 
@@ -243,10 +206,8 @@ class ProcessTransport(Transport):
     def _backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink:
-        link = ProcessLink(self, peer, group)
-        self._links.append(link)
-        return link
+    def _max_under_way(self) -> int:
+        return self.max_under_way
 
     def _new_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         """Every rank makes every group, in the same order, whether or not it is a member: torch asks for that."""
@@ -271,12 +232,8 @@ class ProcessTransport(Transport):
             else:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            other = "another stage" if peer is None else f"stage {peer}"
-            if time.monotonic() - started >= self.timeout_seconds:
-                reason = f"{other} has been silent for {self.timeout_seconds:g} s"
-            else:
-                reason = f"{other} is gone"
-            raise PeerLost(f"{reason}: stage {self.stage} was waiting for {waiting()}") from error
+            is_silent = time.monotonic() - started >= self.timeout_seconds
+            raise peer_lost(self.stage, peer, self.timeout_seconds if is_silent else None, waiting) from error
 
     def fail(self, message: str) -> str:
         try:
@@ -289,6 +246,8 @@ class ProcessTransport(Transport):
             link.flush()
 
     def close(self) -> None:
+        for link in self._links:
+            link.close()
         dist.destroy_process_group()
 
 

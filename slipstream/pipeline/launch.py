@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -52,9 +53,11 @@ def launch(
     threads: bool = False,
     device: torch.device | str = "cpu",
     timeout_seconds: float = 300.0,
+    shared_memory: bool = True,
     start_method: str | None = None,
 ) -> list[Result]:
-    """threads: stages as threads of this process. start_method: of processes, as multiprocessing names them.
+    """threads: stages as threads of this process. shared_memory: between processes of one machine, on CPUs; without it
+    gloo, as between machines. start_method: of processes, as multiprocessing names them.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
@@ -63,36 +66,49 @@ def launch(
     device = torch.device(device)
     if threads:
         return _launch_threads(worker, num_stages, timeout_seconds)
-    if under_torchrun():
-        return [_join_torchrun(worker, num_stages, device, timeout_seconds)]
-    return _launch_processes(worker, num_stages, device, timeout_seconds, start_method)
+    terms = Terms(num_stages, device, timeout_seconds, shared_memory)
+    return [_join_torchrun(worker, terms)] if under_torchrun() else _launch_processes(worker, terms, start_method)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which stages meet that are processes."""
+
+    num_stages: int
+    device: torch.device
+    timeout_seconds: float
+    shared_memory: bool
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_seconds)
+
+    def on_gpu(self, index: int) -> Terms:
+        """With a stage's own GPU, where they compute on GPUs."""
+        return replace(self, device=torch.device("cuda", index)) if self.device.type == "cuda" else self
 
 
 # ---- torchrun
 
 
-def _join_torchrun(worker: Worker[Result], num_stages: int, device: torch.device, timeout_seconds: float) -> Result:
+def _join_torchrun(worker: Worker[Result], terms: Terms) -> Result:
     try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=terms.timeout)))
     except (OSError, RuntimeError, ValueError) as error:
         raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
-    if world_size != num_stages:
+    if world_size != terms.num_stages:
         raise StageFailure(
-            f"torchrun started {world_size} processes for {num_stages} stages: make the two numbers the same"
+            f"torchrun started {world_size} processes for {terms.num_stages} stages: make the two numbers the same"
         )
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return _run_stage(worker, store, rank, world_size, device, timeout_seconds)
+    return _run_stage(worker, store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
 
 
-def _run_stage(
-    worker: Worker[Result], store: dist.Store, rank: int, num_stages: int, device: torch.device, timeout_seconds: float
-) -> Result:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_stages, timeout=timeout)
-    transport = ProcessTransport(dist.PrefixStore("slipstream", store), device, timeout_seconds)
+def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Terms) -> Result:
+    if terms.device.type == "cuda":
+        torch.cuda.set_device(terms.device)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=terms.num_stages, timeout=terms.timeout)
+    store = dist.PrefixStore("slipstream", store)
+    transport = ProcessTransport(store, terms.device, terms.timeout_seconds, terms.shared_memory)
     try:
         result = worker(transport)
     except (PipelineError, NonFiniteError):
@@ -107,9 +123,7 @@ def _run_stage(
 # ---- one process per stage
 
 
-def _launch_processes(
-    worker: Worker[Result], num_stages: int, device: torch.device, timeout_seconds: float, start_method: str | None
-) -> list[Result]:
+def _launch_processes(worker: Worker[Result], terms: Terms, start_method: str | None) -> list[Result]:
     if start_method is None:
         start_method = "spawn" if sys.platform != "linux" else "forkserver" if _can_pickle(worker) else "fork"
     context = multiprocessing.get_context(start_method)
@@ -118,11 +132,11 @@ def _launch_processes(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        for stage in range(num_stages):
+        for stage in range(terms.num_stages):
             ours, theirs = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_process_main,
-                args=(worker, stage, num_stages, device, timeout_seconds, theirs),
+                args=(worker, stage, terms, theirs),
                 name=f"stage {stage}",
                 daemon=True,
             )
@@ -151,16 +165,13 @@ def _can_pickle(worker: Worker[Any]) -> bool:
     return True
 
 
-def _process_main(
-    worker: Worker[Any], stage: int, num_stages: int, device: torch.device, timeout_seconds: float, pipe: Connection
-) -> None:
+def _process_main(worker: Worker[Any], stage: int, terms: Terms, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
-    threading.Thread(target=_die_with_parent, name="watches the parent", daemon=True).start()
+    threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:
-        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        if device.type == "cuda":
-            device = torch.device("cuda", stage % torch.cuda.device_count())
-        result = _run_stage(worker, store, stage, num_stages, device, timeout_seconds)
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=terms.timeout)
+        own = terms.on_gpu(stage % max(1, torch.cuda.device_count()))
+        result = _run_stage(worker, store, stage, own)
         pipe.send(("result", pickle.dumps(result), ""))
     except StageFailure as failure:
         pipe.send(("failure", str(failure), failure.details))
@@ -172,7 +183,7 @@ def _process_main(
     os._exit(0)  # a process group with a lost peer may hang in its destructor
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A parent that was killed cannot end its stages; without it they would train on unseen."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -81,7 +81,14 @@ class Outcome:
     """Of the last stage."""
 
 
-def run_pipeline(task: Task, num_stages: int, groups: Sequence[Group], threads: bool = True, **options: Any) -> Outcome:
+def run_pipeline(
+    task: Task,
+    num_stages: int,
+    groups: Sequence[Group],
+    threads: bool = True,
+    shared_memory: bool = True,
+    **options: Any,
+) -> Outcome:
     base = task.model  # copied by every stage: a model cannot be built in several threads from one global seed
 
     def worker(transport: Transport) -> tuple[dict[str, Tensor], list[StepReport], list[float | None]]:
@@ -96,7 +103,14 @@ def run_pipeline(task: Task, num_stages: int, groups: Sequence[Group], threads: 
         )
 
     # Forked: the workers are closures, and conftest keeps this process to one thread.
-    stages = launch(worker, num_stages, threads=threads, timeout_seconds=TIMEOUT_SECONDS, start_method="fork")
+    stages = launch(
+        worker,
+        num_stages,
+        threads=threads,
+        timeout_seconds=TIMEOUT_SECONDS,
+        shared_memory=shared_memory,
+        start_method="fork",
+    )
     weights: dict[str, Tensor] = {}
     for stage, _, _ in stages:
         weights |= stage

@@ -92,14 +92,15 @@ def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_
 
 
 @forks
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize(("stages", "m"), [(2, 2), (4, 5)])
-def test_processes_over_gloo_follow_the_oracle(stages, m):
+def test_processes_follow_the_oracle(stages, m, shared_memory):
     task = language_model(tied=True)
     groups = groups_of("muon", 1.0)
     shared = {"num_microbatches": m, "num_steps": NUM_STEPS, "learning_rate": falling_rate, "sync_start_steps": 3}
     shared["layers_per_stage"] = even_cut(task, stages)
     expected, _ = run_reference(task, groups, delays=[1] * stages, **shared)
-    outcome = run_pipeline(task, stages, groups, threads=False, **shared)
+    outcome = run_pipeline(task, stages, groups, threads=False, shared_memory=shared_memory, **shared)
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
 
 

@@ -40,7 +40,9 @@ class Trap(nn.Module):
         return x * self.weight
 
 
-def run_with_trap(spring: str, stage: int, timeout_seconds: float, threads: bool = False) -> None:
+def run_with_trap(
+    spring: str, stage: int, timeout_seconds: float, threads: bool = False, shared_memory: bool = True
+) -> None:
     def worker(transport: Transport) -> None:
         layers = [Trap("none", 10**9) if s != stage else Trap(spring, after=9) for s in range(3)]
         pipeline = Pipeline(
@@ -54,7 +56,14 @@ def run_with_trap(spring: str, stage: int, timeout_seconds: float, threads: bool
         )
         list(pipeline.run())
 
-    launch(worker, 3, threads=threads, timeout_seconds=timeout_seconds, start_method="fork")
+    launch(
+        worker,
+        3,
+        threads=threads,
+        timeout_seconds=timeout_seconds,
+        shared_memory=shared_memory,
+        start_method="fork",
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -67,11 +76,12 @@ def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
 
 
 @forks
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_that_is_killed_is_named_with_what_was_awaited(stage):
+def test_a_stage_that_is_killed_is_named_with_what_was_awaited(stage, shared_memory):
     started = time.monotonic()
     with pytest.raises(StageFailure, match=rf"stage {stage} was killed by SIGKILL; .*{AWAITED}"):
-        run_with_trap("kill", stage, timeout_seconds=30)
+        run_with_trap("kill", stage, timeout_seconds=30, shared_memory=shared_memory)
     assert time.monotonic() - started < 10
 
 

@@ -1,0 +1,83 @@
+"""What a link is: one direction of one edge between two stages, a FIFO with one sender and one receiver."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Message = tuple[Tensor, ...]
+Waiting = Callable[[], str]
+"""Says what a stage waits for; called only when the wait fails."""
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+class PeerLost(RuntimeError):
+    """Another stage is gone, or silent for too long."""
+
+
+def peer_lost(stage: int, peer: int | None, silent_seconds: float | None, waiting: Waiting) -> PeerLost:
+    """silent_seconds: how long the peer has been silent; None if it is gone."""
+    other = "another stage" if peer is None else f"stage {peer}"
+    reason = f"{other} is gone" if silent_seconds is None else f"{other} has been silent for {silent_seconds:g} s"
+    return PeerLost(f"{reason}: stage {stage} was waiting for {waiting()}")
+
+
+class Link(ABC):
+    """`kind` names a stream of messages of one shape: training or evaluation."""
+
+    @abstractmethod
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        """Starts to send, and returns at once unless too much is under way."""
+
+    @abstractmethod
+    def expect(self, kind: str) -> None:
+        """Announces that the next message but those announced before will be of this kind, so that it can be received
+        into place while the stage computes."""
+
+    @abstractmethod
+    def take(self, waiting: Waiting) -> Message:
+        """The next message, in tensors nobody else holds."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and type of every tensor of a message; the first message of a kind is preceded by it."""
+
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
+
+    @classmethod
+    def of(cls, message: Message) -> Spec:
+        return cls(tuple((t.dtype, t.shape) for t in message))
+
+    def check(self, kind: str, message: Message) -> None:
+        if tuple((t.dtype, t.shape) for t in message) != self.tensors:
+            raise ValueError(
+                f"{kind} messages between two stages keep one shape: {Spec.of(message)} comes after {self}; "
+                "make all microbatches the same size"
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in self.tensors)
+
+    def encode(self) -> list[int]:
+        numbers = [len(self.tensors)]
+        for dtype, shape in self.tensors:
+            numbers += [_DTYPES.index(dtype), len(shape), *shape]
+        return numbers
+
+    @classmethod
+    def decode(cls, encoded: Iterable[int]) -> Spec:
+        numbers = iter(encoded)
+        tensors = []
+        for _ in range(next(numbers)):
+            dtype, num_dims = _DTYPES[next(numbers)], next(numbers)
+            tensors.append((dtype, torch.Size(next(numbers) for _ in range(num_dims))))
+        return cls(tuple(tensors))
