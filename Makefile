@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: train test lint types format bench-bubble clean
+.PHONY: train test lint types format bench-bubble results clean
 
 train: .venv/.installed
 	$(BIN)/slipstream train --run.overwrite
@@ -23,6 +23,9 @@ format: .venv/.installed
 
 bench-bubble: .venv/.installed
 	$(BIN)/python benchmarks/bubble.py
+
+results: .venv/.installed
+	$(BIN)/python experiments/results.py
 
 clean:
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,8 @@ The rules. Some were changed after first results were seen; the dated page says 
   bare loop is what the machine allows: every process runs the same layer forward and backward, alone, with no message.
 - Step time: mean over the steady steps of a round on the slowest stage; two_bw's fill and drain are left out, and the
   first two steps of the others. Reported: median over rounds, and the lowest and highest round.
+- slipstream's stages share one machine here and exchange messages in shared memory; "gloo links" is a world of its own,
+  beside torch's 1F1B, whose messages always go over gloo.
 - No rival clips unless its row says so; diagnostics are off.
 - Real: the ratio of step times of torch's Schedule1F1B and two_bw in the same round, AdamW, one thread per stage, and
   plain BLAS for both: oneDNN is slower at these shapes on ARM, and more so when both cores are busy.
@@ -261,10 +263,11 @@ def table_of(
     rivals: list[Rival],
     num_rounds: int,
     num_steps: int,
+    shared_memory: bool = True,
 ) -> list[dict[str, object]]:
     worker = partial(compete, make=make, rivals=rivals, num_rounds=num_rounds, num_steps=num_steps)
     with console.status(f"{num_stages} stages: {len(rivals)} rivals, {num_rounds} rounds of {num_steps} steps"):
-        by_stage = launch(worker, num_stages, timeout_seconds=60)
+        by_stage = launch(worker, num_stages, timeout_seconds=60, shared_memory=shared_memory)
     rows = []
     for index, rival in enumerate(rivals):
         rounds = [max(stage[index][i] for stage in by_stage) for i in range(num_rounds)]
@@ -287,6 +290,8 @@ def emulated_tables(console: Console, num_rounds: int) -> list[dict[str, object]
             Rival("2BW deep, 3 ms links", 2 * p, "two_bw", depth="double", latency_seconds=0.003, clip_norm=1.0),
         ]
         rows = table_of(console, p, emulated, rivals, num_rounds, num_steps)
+        over_gloo = [Rival("torch 1F1B", p), Rival("slipstream 2BW, gloo links", p, "two_bw")]
+        rows += table_of(console, p, emulated, over_gloo, num_rounds, num_steps, shared_memory=False)[1:]
         table = Table(title=f"emulated stages, P = {p}: share of the time spent computing")
         for column in ("schedule", "m", "utilisation", "lowest - highest round", "ideal"):
             table.add_column(column, justify="left" if column == "schedule" else "right")

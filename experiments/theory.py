@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from page import with_table
 
 Array = NDArray[np.float64]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+SCRIPT = "experiments/theory.py"
 
 # ---------------------------------------------------------------- stability on a quadratic
 
@@ -444,16 +445,6 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def with_table(page: str, name: str, table: str) -> str:
-    """The page with the table of that name put between its marker and the next end marker."""
-    marker = f"<!-- {name}: written by experiments/theory.py -->"
-    pattern = re.compile(f"({re.escape(marker)}\n).*?(<!-- end -->)", re.DOTALL)
-    page, count = pattern.subn(lambda match: f"{match[1]}{table}\n{match[2]}", page)
-    if count != 1:
-        raise ValueError(f"the page has {count} places for the {name}, not one")
-    return page
-
-
 # ---------------------------------------------------------------- figures
 
 # As in benchmarks/draw_convergence.py.
@@ -572,7 +563,7 @@ def main() -> None:
     draw_lmo(rows, DOCS / "theory_lmo.svg")
     page = (DOCS / "theory.md").read_text(encoding="utf-8")
     for name, table in tables(rows).items():
-        page = with_table(page, name, table)
+        page = with_table(page, name, SCRIPT, table)
     (DOCS / "theory.md").write_text(page, encoding="utf-8")
 
 

@@ -231,10 +231,9 @@ def _cannot_write(error: OSError, field: str) -> str:
 @dataclass(frozen=True)
 class StudyArguments:
     """Trains every cell of a grid, each in one process and delayed as a pipeline would delay it, and compares them:
-    optimizers x {sync, async, async with error feedback}. A finished cell is not run again."""
+    optimizers x {sync, async, async with error feedback}. A finished cell is not run again. Without GRID.toml, the
+    built-in grid: AdamW and Muon on a CPU, in minutes."""
 
-    grid: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[GRID.toml]")] = None
-    """What to run; without one, the built-in grid: AdamW and Muon on a CPU, in minutes."""
     output: Path | None = None
     """Where cells, table and figures go; by default runs/study-NAME, with the grid's name."""
     only: tuple[str, ...] = ()
@@ -248,11 +247,13 @@ def _study(arguments: list[str]) -> None:
     from .study.command import StudyFailure, run_study
     from .study.grid import BUILTIN, load_grid
 
-    given = parse(StudyArguments, arguments, "slipstream study", inspect.getdoc(StudyArguments) or "")
+    path = BUILTIN
+    if arguments and not arguments[0].startswith("-"):
+        path = Path(arguments.pop(0))
+    given = parse(StudyArguments, arguments, "slipstream study [GRID.toml]", inspect.getdoc(StudyArguments) or "")
     if given.jobs is not None and given.jobs < 1:
         raise UsageError(f"jobs = {given.jobs} is too small: use 1 or more")
     try:
-        path = given.grid or BUILTIN
         grid = load_grid(path)
         run_study(grid, path, given.output or Path("runs") / f"study-{grid.name}", given.only, given.jobs)
     except ConfigError as error:

@@ -122,9 +122,10 @@ def parameter_groups(config: Config) -> list[Group]:
             adamw_lr=section.adamw_learning_rate,
             adamw_beta1=section.beta1,
             adamw_beta2=section.beta2,
+            adamw_nesterov=section.adamw_nesterov,
             **shared,
         )
-    adamw = partial(AdamW, beta1=section.beta1, beta2=section.beta2)
+    adamw = partial(AdamW, beta1=section.beta1, beta2=section.beta2, nesterov=section.adamw_nesterov)
     if section.name == "adamw":
         return [Group("all", partial(adamw, lr=section.learning_rate), elementwise=True, **shared)]
     if section.name in RECIPES:

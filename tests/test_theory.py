@@ -1,27 +1,14 @@
 """The numbers of docs/theory.md: the stability table, its formulas, and delayed LMO descent on a small problem."""
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+import theory
+from page import with_table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("theory", REPOSITORY / "experiments" / "theory.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-theory = load_script()
 
 # By beta, in the order of theory.VARIANTS, as strings: the last digit printed is the tolerance. Worked out before this
 # script existed, by another program.
@@ -201,12 +188,12 @@ def rows():
 def test_the_page_holds_the_tables_that_the_script_computes(rows):
     page = (theory.DOCS / "theory.md").read_text(encoding="utf-8")
     for name, table in theory.tables(rows).items():
-        assert theory.with_table(page, name, table) == page, name
+        assert with_table(page, name, theory.SCRIPT, table) == page, name
 
 
 def test_a_page_without_a_place_for_the_table_is_an_error():
     with pytest.raises(ValueError, match="0 places for the rate table"):
-        theory.with_table("no marker here", "rate table", "| |")
+        with_table("no marker here", "rate table", theory.SCRIPT, "| |")
 
 
 def test_the_log_holds_what_the_script_measures(rows):

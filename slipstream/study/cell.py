@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import Config, ConfigError, schedule_of
-from .predictors import PREDICTORS
+from .predictors import LOOK_INSIDE, PREDICTORS, WEIGHTED
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 COMPILE_MODES = ("default", "reduce-overhead")
@@ -31,7 +32,7 @@ class Cell:
     predictor: str = "last"
     """What foretells the next update, for error feedback: see study.predictors."""
     predictor_weight: float = 0.5
-    """two_term: how much of the change between the last two updates is expected to happen again."""
+    """k of two_term and damped."""
     compute_dtype: str | None = None
     """Of forward and backward; the masters keep train.dtype. None: that one."""
     compile_mode: str | None = None
@@ -49,13 +50,19 @@ class Cell:
             raise ConfigError(
                 f"delays = {list(self.delays)} has not one entry for each of pipeline.stages = {stages}: give {stages}"
             )
-        if any(delay < 0 for delay in self.delays):
-            raise ConfigError(f"delays = {list(self.delays)} cannot be: use 0 or more for every stage")
+        steps = self.config.train.steps
+        if any(not 0 <= delay <= steps for delay in self.delays):
+            raise ConfigError(f"delays = {list(self.delays)} cannot be: use 0 to train.steps = {steps} for every stage")
+        if not math.isfinite(self.predictor_weight):
+            raise ConfigError(f"predictor_weight = {self.predictor_weight} is not finite: write a number that is")
         if self.delays and self.config.pipeline.schedule == "paci":
-            raise ConfigError("delays are those of weight versions, and paci keeps none: use another schedule")
-        if self.predictor == "momentum" and self.config.optimizer.name not in ("muon", "adamw"):
             raise ConfigError(
-                f"predictor = 'momentum' looks into muon and adamw, not into optimizer.name = "
+                f"delays = {list(self.delays)} are those of weight versions, and paci keeps none: leave them out, or "
+                "use another schedule"
+            )
+        if self.predictor in LOOK_INSIDE and self.config.optimizer.name not in ("muon", "adamw"):
+            raise ConfigError(
+                f"predictor = {self.predictor!r} looks into muon and adamw, not into optimizer.name = "
                 f"{self.config.optimizer.name!r}: use another predictor"
             )
         if self.config.train.non_finite == "skip":
@@ -82,32 +89,30 @@ class Cell:
 
     def synchronous(self) -> Cell:
         """The cell this one is measured against."""
-        config = self.config
-        return dataclasses.replace(
-            self,
-            config=dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, schedule="one_f_one_b")),
-            mode="sync",
-            delays=(),
-        )
+        # depth: one_f_one_b has no double one.
+        pipeline = dataclasses.replace(self.config.pipeline, schedule="one_f_one_b", depth="minimum")
+        config = dataclasses.replace(self.config, pipeline=pipeline)
+        return dataclasses.replace(self, config=config, mode="sync", delays=())
 
     @property
     def id(self) -> str:
-        """Of everything that decides its numbers, and of nothing else."""
-        sections = dataclasses.asdict(self.config)
+        """Of everything that decides its numbers, and of nothing else. What is off, zero or not given does not count:
+        a new field that is off by default leaves old ids alone."""
+        sections: dict[str, Any] = {name: _set_fields(section) for name, section in vars(self.config).items()}
         for name in ("run", "pipeline"):
             del sections[name]
         for name in ("track_alignment", "non_finite"):
-            del sections["train"][name]
+            sections["train"].pop(name, None)
         pipeline = self.config.pipeline
         sections["microbatches"] = pipeline.microbatches
         sections["compute"] = (self.compute_dtype or self.config.train.dtype, self.compile_mode)
         if self.is_synchronous:
-            del sections["optimizer"]["error_feedback"]
+            sections["optimizer"].pop("error_feedback", None)
         else:
             sections["sync_start_steps"] = pipeline.sync_start_steps
             if self.config.optimizer.error_feedback != 0:
                 sections["predictor"] = self.predictor
-                if self.predictor == "two_term":
+                if self.predictor in WEIGHTED:
                     sections["predictor_weight"] = self.predictor_weight
             if len(set(self.stage_delays)) > 1 or self.drift_warmups:
                 sections["cut"] = (pipeline.stages, pipeline.layers_per_stage)
@@ -120,3 +125,13 @@ class Cell:
     def name(self) -> str:
         """Of its folder, and on the screen."""
         return f"{self.config.optimizer.name.rpartition('.')[2]}-seed{self.config.train.seed}-{self.id}"
+
+
+def _set_fields(section: Any) -> dict[str, Any]:
+    """Those that are not off, zero or not given. Where not given means a value found elsewhere, zero is another one."""
+    may_be_missing = {member.name for member in dataclasses.fields(section) if member.default is None}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(section).items()
+        if value not in (None, False, (), {}) or (name in may_be_missing and value is not None)
+    }

@@ -8,7 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -24,6 +26,7 @@ from ..config import ConfigError
 from ..metrics import Screen
 from ..parts import check
 from ..pipeline import under_torchrun
+from ..pipeline.launch import die_with_parent
 from .cell import Cell
 from .figures import draw_cosines, draw_gaps, draw_losses
 from .grid import Grid
@@ -57,6 +60,7 @@ def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jo
         if not cell.config.evaluation.batches:
             raise ConfigError("evaluation.batches = 0 leaves nothing to compare: use 1 or more")
     _make_folder(folder, grid_path)
+    _records(grid, folder)  # if one of them cannot be read, it is said now
     screen = Screen()
     wanted = [cell for cell in cells if not only or cell.config.optimizer.name in only]
     todo = [cell for cell in wanted if not record_path(folder, cell).exists()]
@@ -80,7 +84,10 @@ def _records(grid: Grid, folder: Path) -> list[Record]:
     for cell in grid.cells:
         path = record_path(folder, cell)
         if path.exists():
-            record = Record.from_json(path.read_text(encoding="utf-8"))
+            try:
+                record = Record.from_json(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise ConfigError(f"{path} is no record of a cell ({error}): remove it, and it is run again") from error
             records.append(replace(record, study=grid.name, mode=cell.mode, setting=cell.setting))
     return records
 
@@ -92,7 +99,7 @@ def _default_jobs(cells: Sequence[Cell]) -> int:
 
 def _make_folder(folder: Path, grid_path: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
         target = folder / "grid.toml"
         if not (target.exists() and target.samefile(grid_path)):
             shutil.copyfile(grid_path, target)
@@ -127,22 +134,25 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
     pool = ProcessPoolExecutor(num_jobs, context, initializer=_start_worker, initargs=(messages, threads))
     try:
         with progress:
-            running: dict[Future[Record], Cell] = {pool.submit(_work, study, cell, folder): cell for cell in cells}
+            running: dict[Future[Record | str], Cell]
+            running = {pool.submit(_work, study, cell, folder): cell for cell in cells}
             while running:
                 finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 listen()
                 for future in finished:
                     cell = running.pop(future)
                     try:
-                        screen.print(_sentence(cell, future.result(), len(cells) - len(running), len(cells)))
+                        result = future.result()
                     except BrokenProcessPool:
                         raise StudyFailure(
                             f"a worker died while {cell.name} was waiting or running, perhaps for want of memory: "
                             "start the study again with fewer --jobs, and it goes on from the cells that are done"
                         ) from None
-                    except Exception as error:
-                        failures.append(_keep_failure(cell, error, folder))
-                        screen.print(failures[-1])
+                    if isinstance(result, str):
+                        failures.append(result)
+                    else:
+                        result = _sentence(cell, result, len(cells) - len(running), len(cells))
+                    screen.print(result)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
@@ -159,13 +169,6 @@ def _sentence(cell: Cell, record: Record, number: int, of: int) -> str:
     )
 
 
-def _keep_failure(cell: Cell, error: Exception, folder: Path) -> str:
-    path = record_path(folder, cell).with_name("failure.txt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    return f"{cell.name}: {error} (traceback in {path})"
-
-
 _messages: Messages | None = None
 """Of the worker that this process is."""
 
@@ -173,13 +176,26 @@ _messages: Messages | None = None
 def _start_worker(messages: Messages, threads: int) -> None:
     global _messages
     _messages = messages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     torch.set_num_threads(threads)
 
 
-def _work(study: str, cell: Cell, folder: Path) -> Record:
+def _work(study: str, cell: Cell, folder: Path) -> Record | str:
+    """Returns a sentence if it fails: not every error can travel from one process to another."""
     messages = _messages
     assert messages is not None
-    return run_cell(study, cell, folder, lambda steps, word: messages.put((cell.name, steps, word)))
+    path = record_path(folder, cell).with_name("failure.txt")
+    try:
+        path.unlink(missing_ok=True)
+        return run_cell(study, cell, folder, lambda steps, word: messages.put((cell.name, steps, word)))
+    except Exception as error:
+        words = " ".join(f"{cell.name} failed with {type(error).__name__}: {error}".split())
+        try:
+            path.write_text(traceback.format_exc(), encoding="utf-8")
+        except OSError:
+            return words
+        return f"{words} (traceback in {path})"
 
 
 def write_results(records: Sequence[Record], folder: Path) -> str:

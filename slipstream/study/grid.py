@@ -14,15 +14,16 @@
     train.seed = [0, 1, 2]
 
 Fields are those of the configuration, and delays, predictor and predictor_weight of a cell. What [[grid]] says wins
-over the mode, and the mode over [config].
+over the mode, and the mode over [config]; but sync takes no notice of delays.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import tomllib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,14 @@ MODES: dict[str, dict[str, Any]] = {
     "pipedream": {"pipeline.schedule": "pipedream", "optimizer.error_feedback": 0.0},
     "paci": {"pipeline.schedule": "paci", "optimizer.error_feedback": 0.0},
 }
-CELL_FIELDS = {"delays": list, "predictor": str, "predictor_weight": float}
-ONLY_UNDER_DELAY = {"optimizer.error_feedback", "pipeline.stages", "pipeline.sync_start_steps", *CELL_FIELDS}
+CELL_FIELDS = ("delays", "predictor", "predictor_weight")
+ONLY_UNDER_DELAY = {
+    "optimizer.error_feedback",
+    "pipeline.stages",
+    "pipeline.layers_per_stage",
+    "pipeline.sync_start_steps",
+    *CELL_FIELDS,
+}
 """Axes that a synchronous cell takes no notice of."""
 
 
@@ -49,6 +56,15 @@ class Grid:
     cells: list[Cell]
     """In the order of the file. Some may have one id, and different places in the grid."""
     description: str = ""
+
+
+@dataclass(frozen=True)
+class _Settings(Config):
+    """All that a cell can be given by name: a configuration's sections, and CELL_FIELDS."""
+
+    delays: tuple[int, ...] = Cell.delays
+    predictor: str = Cell.predictor
+    predictor_weight: float = Cell.predictor_weight
 
 
 @dataclass(frozen=True)
@@ -73,33 +89,40 @@ def load_grid(path: Path) -> Grid:
         return make_grid(tree, path.stem)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} has tables without end: mend it there") from error
 
 
 def make_grid(tree: dict[str, Any], default_name: str) -> Grid:
     file = _read(tree, default_name)
     modes = MODES | {name: _flatten(settings) for name, settings in file.modes.items()}
-    cells: list[Cell] = []
+    cells: dict[str, Cell] = {}
     for combination in itertools.chain.from_iterable(_combinations(entry) for entry in file.grid):
         mode = combination.pop("mode", "ef")
-        if mode not in modes:
+        if not isinstance(mode, str) or mode not in modes:
             raise ConfigError(f"mode = {mode!r} is unknown: choose one of {', '.join(modes)}, or define it in [modes]")
         cell = _cell(file, mode, modes[mode], combination)
-        if cell not in cells:
-            cells.append(cell)
-    return Grid(file.name, cells, file.description)
+        place = json.dumps([cell.id, cell.mode, cell.setting], sort_keys=True)
+        cells.setdefault(place, cell)
+    return Grid(file.name, list(cells.values()), file.description)
 
 
 def _read(tree: dict[str, Any], default_name: str) -> _File:
+    kinds = {"config": (dict, "a table"), "modes": (dict, "a table for each"), "grid": (list, "[[grid]] tables")}
     for key, value in tree.items():
-        wanted = {"config": dict, "modes": dict, "grid": list}.get(key, str)
         if key not in _File.__dataclass_fields__:
             raise ConfigError(f"{key} is unknown: known are {', '.join(_File.__dataclass_fields__)}")
-        if not isinstance(value, wanted):
-            raise ConfigError(f"{key} = {value!r} has the wrong type: see the head of slipstream/study/grid.py")
+        kind, remedy = kinds.get(key, (str, "a text"))
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(entry, dict) for entry in value)):
+            raise ConfigError(f"{key} = {value!r} has the wrong type: write {remedy}")
     file = _File(**{"name": default_name, **tree})
-    if not file.name or Path(file.name).name != file.name or not file.name.isprintable() or file.name == "..":
+    is_folder = Path(file.name).name == file.name and file.name.isprintable() and len(file.name.encode()) < 200
+    if not file.name or file.name == ".." or not is_folder:
         raise ConfigError(f"name = {file.name!r} is not the name of a folder: use letters, digits, - and _")
-    if not file.grid or not all(isinstance(entry, dict) for entry in file.grid):
+    for name, settings in file.modes.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(f"modes.{name} = {settings!r} is not a section: write it as a TOML table")
+    if not file.grid:
         raise ConfigError("grid is empty: add a [[grid]] table with at least mode = [...]")
     return file
 
@@ -112,7 +135,7 @@ def _combinations(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"grid: {name} = [] leaves nothing to run: give it a value, or leave it out")
     lists = [_values(name, value) for name, value in axes.items()]
     for combination in itertools.product(*lists):
-        yield dict(zip(axes, combination, strict=True))
+        yield _flatten(dict(zip(axes, combination, strict=True)))  # a list of tables varies their fields together
 
 
 def _values(name: str, value: Any) -> list[Any]:
@@ -128,44 +151,41 @@ def _flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{where}{name}"
-        if isinstance(value, dict) and path != "optimizer.arguments":
-            flat |= _flatten(value, f"{path}.")
-        else:
-            flat[path] = value
+        for field_path, item in (_flatten(value, f"{path}.") if isinstance(value, dict) else {path: value}).items():
+            if field_path in flat:
+                raise ConfigError(f"{field_path} = {item!r} is said twice in one table: leave one of them out")
+            flat[field_path] = item
     return flat
 
 
 def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str, Any]) -> Cell:
     settings = _flatten(file.config) | mode_settings | axes
-    own = {name: settings.pop(name) for name in CELL_FIELDS if name in settings}
-    for name, value in own.items():
-        if isinstance(value, int) and CELL_FIELDS[name] is float:
-            value = own[name] = float(value)
-        if not isinstance(value, CELL_FIELDS[name]):
-            raise ConfigError(f"{name} = {value!r} has the wrong type: write a {CELL_FIELDS[name].__name__}")
-    if "delays" in own:
-        if not all(isinstance(delay, int) for delay in own["delays"]):
-            raise ConfigError(f"delays = {own['delays']} cannot be: write whole numbers")
-        own["delays"] = tuple(own["delays"])
-    settings.pop("pipeline.transport", None)
-    config = build(Config, _unflatten({"pipeline.transport": "thread", **settings}), "")
+    if mode == "sync":
+        settings.pop("delays", None)
+    values = vars(build(_Settings, _unflatten(settings), "")).copy()
+    own = {name: values.pop(name) for name in CELL_FIELDS}
+    config = Config(**values)
+    config = replace(config, pipeline=replace(config.pipeline, transport="thread"))  # which asks for no GPU per stage
     validate(config)
     cell = Cell(config, mode, {}, **own, compute_dtype=file.compute_dtype, compile_mode=file.compile_mode)
     cell.validate()
+    if mode == "sync" and not cell.is_synchronous:
+        raise ConfigError(
+            f"pipeline.schedule = {config.pipeline.schedule!r} would delay mode = 'sync': leave it to the mode"
+        )
     ignored = ONLY_UNDER_DELAY if cell.is_synchronous else set()
     setting = {n: v for n, v in axes.items() if n not in ("optimizer.name", "train.seed") and n not in ignored}
     return Cell(**{**vars(cell), "setting": setting})
 
 
-def _unflatten(settings: Iterable[tuple[str, Any]] | dict[str, Any]) -> dict[str, Any]:
+def _unflatten(settings: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, value in dict(settings).items():
-        section, _, name = path.partition(".")
-        if name:
-            branch = tree.setdefault(section, {})
+    for path, value in settings.items():
+        *sections, name = path.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
             if not isinstance(branch, dict):
                 raise ConfigError(f"{section} = {branch!r} is not a section: write it as a TOML table")
-            branch[name] = value
-        else:
-            tree[path] = value
+        branch[name] = value
     return tree

@@ -9,6 +9,9 @@ to `optim.correction` when it has won. u: the update just made, v: the one befor
     fitted     w = a u + b v            a, b: likewise, on the two before
     momentum   the update that the momentum alone would make, were the next gradient what it expects: the fresh
                gradient's noise, which is in u and will not come again, is not in it (Muon: after Newton-Schulz)
+    damped     w = r - k n              n: as `momentum`; r: were the next gradient the last one again. No good guess,
+               but a wrong guess hurts as the loss is curved along it, and along the most curved directions this one
+               keeps a quadratic stable at twice the rate of `last` (Nesterov, beta 0.95: k 1.4; EMA, 0.9: k 0.65)
 """
 
 from __future__ import annotations
@@ -66,11 +69,15 @@ class Fitted:
         # products[i, j] = <u[t-i], u[t-j]>
         products = torch.stack([self._products(i) for i in range(self._num_terms + 1)])
         # Early updates grow with the warm-up; equal weights for all steps would hand the fit to the latest.
-        products = products / products[0, 0].clamp(min=torch.finfo(products.dtype).tiny)
+        # Nor must a newest update of zero divide by nothing.
+        size = torch.maximum(products[0, 0], 0.01 * products.diagonal().amax())
+        products = products / size.clamp(min=torch.finfo(products.dtype).tiny)
         self._gram = products if self._gram is None else self._gram.lerp(products, 1 - MEMORY)
-        # A touch of ridge: two collinear updates must not make the system singular.
-        normal = self._gram[1:, 1:] + 1e-6 * torch.diag(self._gram.diagonal()[1:])
-        coefficients = torch.linalg.solve_ex(normal, self._gram[1:, :1]).result.flatten().clamp(-2, 2)
+        # A touch of ridge: two collinear updates must not make the system singular, nor one of zero. After that, it is
+        # the last update that is expected.
+        prior = 1e-12 * torch.eye(self._num_terms, dtype=products.dtype, device=products.device)
+        normal = self._gram[1:, 1:] + 1e-6 * torch.diag(self._gram.diagonal()[1:]) + prior
+        coefficients = torch.linalg.solve_ex(normal, self._gram[1:, :1] + prior[:, :1]).result.flatten().clamp(-2, 2)
         terms = zip(*self._history[: self._num_terms], strict=True)
         return [
             sum((c.to(u.dtype) * u for c, u in zip(coefficients, term, strict=True)), torch.zeros_like(term[0]))
@@ -92,19 +99,34 @@ class Momentum:
         self._pieces = pieces
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        expected = _muon_forecast(optimizer) if isinstance(optimizer, Muon) else _adamw_forecast(optimizer)
+        return self.forecast(optimizer, repeats=False)
+
+    def forecast(self, optimizer: Optimizer, repeats: bool) -> list[Tensor]:
+        """The next update, if the next gradient is what the momentum expects, or else if the last one comes again."""
+        forecast = _muon_forecast if isinstance(optimizer, Muon) else _adamw_forecast
+        expected = forecast(optimizer, repeats)
         return [torch.cat([expected[p].flatten() for p in piece]) for piece in self._pieces]
 
 
-def _muon_forecast(optimizer: Muon) -> dict[Tensor, Tensor]:
+class Damped:
+    def __init__(self, momentum: Momentum, weight: float) -> None:
+        self._momentum, self._weight = momentum, weight
+
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        expected = self._momentum.forecast(optimizer, repeats=False)
+        repeated = self._momentum.forecast(optimizer, repeats=True)
+        return [torch.sub(r, n, alpha=self._weight) for r, n in zip(repeated, expected, strict=True)]
+
+
+def _muon_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]:
     expected: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         alike: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in group["params"]:
             alike[parameter.shape].append(parameter)
         for parameters in alike.values():
-            # The next direction is beta^2 m + (1 - beta^2) g, and m is what is expected of g.
-            directions = torch.stack([optimizer.state[p]["momentum"] for p in parameters])
+            means = [optimizer.state[p]["momentum"] for p in parameters]
+            directions = torch.stack(_directions(parameters, means, group["beta"], repeats))
             stack = directions.reshape(-1, *directions.shape[-2:])
             updates = orthogonal_update(
                 stack, lr=group["lr"], ns_steps=group["ns_steps"], ns_dtype=group["ns_dtype"], scale=group["scale"]
@@ -113,19 +135,33 @@ def _muon_forecast(optimizer: Muon) -> dict[Tensor, Tensor]:
     return expected
 
 
-def _adamw_forecast(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+def _adamw_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]:
     assert isinstance(optimizer, AdamW)
     expected = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            mean = state["mean"] / (1 - group["beta1"] ** state["step"])
+            (direction,) = _directions([parameter], [state["mean"]], group["beta1"], repeats)
             root = (state["square"] / (1 - group["beta2"] ** state["step"])).sqrt_()
-            expected[parameter] = group["lr"] * mean / root.add_(group["eps"])
+            expected[parameter] = (
+                direction * (group["lr"] / (1 - group["beta1"] ** state["step"])) / root.add_(group["eps"])
+            )
     return expected
 
 
-PREDICTORS = ("last", "two_term", "adaptive", "fitted", "momentum")
+def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, repeats: bool) -> list[Tensor]:
+    """m, or beta m + (1 - beta) g: what becomes of the momentum if g comes again."""
+    if not repeats:
+        return means
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g.lerp(m, beta) for g, m in zip(gradients, means, strict=True)]
+
+
+PREDICTORS = ("last", "two_term", "adaptive", "fitted", "momentum", "damped")
+WEIGHTED = ("two_term", "damped")
+"""Those with a weight, k."""
+LOOK_INSIDE = ("momentum", "damped")
+"""Those that read the state of Muon and AdamW."""
 
 
 def make_predictor(name: str, weight: float, pieces: list[list[nn.Parameter]]) -> Predictor:
@@ -139,4 +175,6 @@ def make_predictor(name: str, weight: float, pieces: list[list[nn.Parameter]]) -
         return Fitted(num_terms=2)
     if name == "momentum":
         return Momentum(pieces)
+    if name == "damped":
+        return Damped(Momentum(pieces), weight)
     raise ValueError(f"predictor {name!r} is unknown: choose one of {', '.join(PREDICTORS)}")

@@ -57,7 +57,6 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
             evaluations.append(Evaluation(done, done * tokens_per_step, held_out))
             progress(done, f"held out {held_out:.4f}")
             started = time.perf_counter()
-    done = evaluations[-1].step
     record = Record(
         id=cell.id,
         study=study,
@@ -70,7 +69,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
         steps=steps,
         tokens=steps * tokens_per_step,
         parameters=num_parameters(parts.model),
-        final_loss=evaluations[-1].loss if done == steps else None,
+        final_loss=evaluations[-1].loss if evaluations[-1].step == steps else None,
         seconds=seconds,
         tokens_per_second=done * tokens_per_step / seconds,
         optimizer_share=run.clock.optimizer_share(),

@@ -1,0 +1,87 @@
+"""What a step of a study costs on a GPU, and which share of it the optimizer takes, before and after.
+
+    python benchmarks/study_speed.py TEXT.bin
+
+TEXT.bin: bytes, 40 MB or more. 25M parameters, 32,768 bytes a step. Each line is one way to do the same step, slowest
+first; "one by one" orthogonalises every matrix in kernels of its own. The share is the device's time from the end of
+the backward to the next weights, over the second half of the steps; the step is timed over the same half, by a host
+clock between two synchronisations. Results: benchmarks/study_speed_h200_DATE.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from slipstream.config import Config, EvaluationSection, ModelSection, PipelineSection, TrainSection
+from slipstream.data import DataConfig
+from slipstream.optim import optimizer as optimizers
+from slipstream.parts import check
+from slipstream.study.cell import Cell
+from slipstream.study.delayed import DelayedRun
+
+STEPS = 200
+ROUNDS = 3
+
+WAYS = (
+    # name, optimizer, stacked, compute_dtype, compile_mode, Newton-Schulz
+    ("fp32, one by one", "muon", False, None, None, "float32"),
+    ("fp32", "muon", True, None, None, "float32"),
+    ("bf16, one by one", "muon", False, "bfloat16", None, "bfloat16"),
+    ("bf16", "muon", True, "bfloat16", None, "bfloat16"),
+    ("bf16, compiled, one by one", "muon", False, "bfloat16", "default", "bfloat16"),
+    ("bf16, compiled", "muon", True, "bfloat16", "default", "bfloat16"),
+    ("bf16, CUDA graphs, one by one", "muon", False, "bfloat16", "reduce-overhead", "bfloat16"),
+    ("bf16, CUDA graphs", "muon", True, "bfloat16", "reduce-overhead", "bfloat16"),
+    ("bf16, CUDA graphs", "adamw", True, "bfloat16", "reduce-overhead", "bfloat16"),
+    *(
+        ("bf16, CUDA graphs", name, True, "bfloat16", "reduce-overhead", "bfloat16")
+        for name in ("normuon", "soap", "scion", "adan", "lion", "mars", "nadamw")
+    ),
+)
+
+
+def measure(
+    base: Config, name: str, stacked: bool, dtype: str | None, mode: str | None, newton_schulz: str
+) -> tuple[float, float]:
+    """Milliseconds a step, and the optimizer's share."""
+    section = replace(base.optimizer, name=name, learning_rate=0.001, newton_schulz_dtype=newton_schulz)
+    config = replace(base, optimizer=section)
+    whole = optimizers.STACK_ELEMENTS
+    optimizers.STACK_ELEMENTS = whole if stacked else 1
+    try:
+        run = DelayedRun(Cell(config, compute_dtype=dtype, compile_mode=mode), check(config), torch.device("cuda"))
+        started = 0.0
+        for done in run.train():
+            if done == STEPS // 2:
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / (STEPS - STEPS // 2) * 1e3, run.clock.optimizer_share()
+    finally:
+        optimizers.STACK_ELEMENTS = whole
+
+
+def main() -> None:
+    base = Config(
+        model=ModelSection(preset="small"),
+        data=DataConfig(sources=(sys.argv[1],), token_dtype="uint8"),
+        pipeline=PipelineSection(stages=1, microbatches=1, transport="thread"),
+        train=TrainSection(steps=STEPS, microbatch_size=64, device="cuda"),
+        evaluation=EvaluationSection(batches=0),
+    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROUNDS} rounds: median (lowest - highest)\n")
+    print("| optimizer | way | ms a step | bytes a second | optimizer's share |\n|---|---|---:|---:|---:|", flush=True)
+    for way, name, *rest in WAYS:
+        found = sorted(measure(base, name, *rest) for _ in range(ROUNDS))
+        milliseconds, share = found[len(found) // 2]
+        spread = f"{found[0][0]:.1f} - {found[-1][0]:.1f}"
+        rate = 64 * 512 / milliseconds * 1e3
+        print(f"| {name} | {way} | {milliseconds:.1f} ({spread}) | {rate:,.0f} | {share:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
