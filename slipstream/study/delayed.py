@@ -215,7 +215,8 @@ class DelayedRun:
 
     def _predict(self, state: GroupState, synchronous: bool) -> None:
         """Leaves x in every slab's spare: z - lam d w."""
-        lam = 0.0 if synchronous else state.group.error_feedback
+        is_late = not synchronous and any(slab.delay for slab in state.slabs)
+        lam = state.group.error_feedback if is_late else 0.0
         if self._cell.predictor == "last" or lam == 0:
             for slab in state.slabs:
                 predict([slab.spare], [slab.master], lam * slab.delay)

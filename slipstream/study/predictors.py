@@ -9,9 +9,9 @@ to `optim.correction` when it has won. u: the update just made, v: the one befor
     fitted     w = a u + b v            a, b: likewise, on the two before
     momentum   the update that the momentum alone would make, were the next gradient what it expects: the fresh
                gradient's noise, which is in u and will not come again, is not in it (Muon: after Newton-Schulz)
-    damped     w = r - k n              n: as `momentum`; r: were the next gradient the last one again. No good guess,
-               but a wrong guess hurts as the loss is curved along it, and along the most curved directions this one
-               keeps a quadratic stable at twice the rate of `last` (Nesterov, beta 0.95: k 1.4; EMA, 0.9: k 0.65)
+    damped     w = r - k n              n: as `momentum`; r: Nesterov's update, also of an optimizer without it. No good
+               guess, but a wrong one hurts as the loss is curved along it, and along the most curved directions this
+               one keeps a quadratic stable at twice the rate of `last` (beta 0.95, Nesterov: k 1.4)
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Momentum:
         return self.forecast(optimizer, repeats=False)
 
     def forecast(self, optimizer: Optimizer, repeats: bool) -> list[Tensor]:
-        """The next update, if the next gradient is what the momentum expects, or else if the last one comes again."""
+        """The update that the momentum alone makes, or else Nesterov's, in which the last gradient counts twice."""
         forecast = _muon_forecast if isinstance(optimizer, Muon) else _adamw_forecast
         expected = forecast(optimizer, repeats)
         return [torch.cat([expected[p].flatten() for p in piece]) for piece in self._pieces]
@@ -150,7 +150,7 @@ def _adamw_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]
 
 
 def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, repeats: bool) -> list[Tensor]:
-    """m, or beta m + (1 - beta) g: what becomes of the momentum if g comes again."""
+    """m, or Nesterov's beta m + (1 - beta) g."""
     if not repeats:
         return means
     gradients = [p.grad for p in parameters if p.grad is not None]

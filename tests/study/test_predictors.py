@@ -465,3 +465,29 @@ def test_what_is_expected_is_taken_off_once_for_every_step_of_delay(config: Conf
     for slab in slabs:
         torch.testing.assert_close(slab.version(0), slab.master - 0.5 * slab.delay, rtol=0, atol=1e-12)
     assert sum(update.numel() for update in said) == sum(weight.numel() for weight in run.weights().values())
+
+
+def stays_bounded(rate: float, beta: float, guess: Callable[[float, float], float]) -> bool:
+    """Nesterov's momentum on x^2 / 2, one step late, where guess(momentum, gradient) foretells the next update."""
+    z, versions, momentum = 1.0, [1.0, 1.0], 0.0
+    for _ in range(3000):
+        gradient = versions.pop(0)
+        momentum = beta * momentum + (1 - beta) * gradient
+        z -= rate * (beta * momentum + (1 - beta) * gradient)
+        versions.append(z - rate * guess(momentum, gradient))
+        if abs(z) > 1e6:
+            return False
+    return True
+
+
+def test_damped_keeps_a_quadratic_stable_at_twice_the_rate_of_last() -> None:
+    beta, k = 0.95, 1.4
+
+    def last(momentum: float, gradient: float) -> float:
+        return beta * momentum + (1 - beta) * gradient
+
+    def damped(momentum: float, gradient: float) -> float:
+        return last(momentum, gradient) - k * momentum
+
+    assert stays_bounded(6.5, beta, last) and not stays_bounded(7.0, beta, last)
+    assert stays_bounded(12.5, beta, damped)
