@@ -104,39 +104,7 @@ def train_stage(transport: Transport, config: Config) -> None:
     device = torch.device(config.train.device)
     if device.type == "cpu" and config.pipeline.transport == "process":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.num_stages))
-    with torch.device("meta"):
-        model = decoder(parts.model)
-
-    def materialise(layers: nn.Sequential) -> None:
-        layers.to(getattr(torch, config.train.dtype))
-        layers.to_empty(device=device)
-        initialise(layers, parts.model, config.train.seed)
-
-    validation = parts.validation
-    num_validation_tokens = sum(map(validation.num_tokens, range(len(validation)))) if validation else 1
-    pipeline = Pipeline(
-        transport,
-        model,
-        data=parts.batches,
-        loss=next_token_loss,
-        optimizer=parts.groups,
-        num_microbatches=config.pipeline.microbatches,
-        num_steps=config.train.steps,
-        schedule=config.pipeline.schedule,
-        depth=config.pipeline.depth,
-        sync_start_steps=config.pipeline.sync_start_steps,
-        learning_rate=parts.learning_rate,
-        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
-        evaluation=validation,
-        num_evaluations=len(validation) if validation else 0,
-        evaluate_every=config.evaluation.every_steps,
-        evaluation_scale=1 / num_validation_tokens,
-        skip_non_finite=config.train.non_finite == "skip",
-        track_alignment=config.train.track_alignment,
-        layers_per_stage=parts.layers_per_stage,
-        prepare=materialise,
-        device=device,
-    )
+    pipeline = make_pipeline(transport, config, parts)
     is_last = transport.stage == transport.num_stages - 1
     tokens_per_step = parts.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
@@ -163,6 +131,44 @@ def train_stage(transport: Transport, config: Config) -> None:
     if is_last:
         summary = _summary(config, parts, stages, losses, val_loss, seconds)
         _leave_behind(folder, summary, stages, screen)
+
+
+def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipeline:
+    """One stage of what a configuration comes to, with its weights."""
+    device = torch.device(config.train.device)
+    with torch.device("meta"):
+        model = decoder(parts.model)
+
+    def materialise(layers: nn.Sequential) -> None:
+        layers.to(getattr(torch, config.train.dtype))
+        layers.to_empty(device=device)
+        initialise(layers, parts.model, config.train.seed)
+
+    validation = parts.validation
+    num_validation_tokens = sum(map(validation.num_tokens, range(len(validation)))) if validation else 1
+    return Pipeline(
+        transport,
+        model,
+        data=parts.batches,
+        loss=next_token_loss,
+        optimizer=parts.groups,
+        num_microbatches=config.pipeline.microbatches,
+        num_steps=config.train.steps,
+        schedule=config.pipeline.schedule,
+        depth=config.pipeline.depth,
+        sync_start_steps=config.pipeline.sync_start_steps,
+        learning_rate=parts.learning_rate,
+        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+        evaluation=validation,
+        num_evaluations=len(validation) if validation else 0,
+        evaluate_every=config.evaluation.every_steps,
+        evaluation_scale=1 / num_validation_tokens,
+        skip_non_finite=config.train.non_finite == "skip",
+        track_alignment=config.train.track_alignment,
+        layers_per_stage=parts.layers_per_stage,
+        prepare=materialise,
+        device=device,
+    )
 
 
 def _gather_stages(

@@ -14,11 +14,12 @@ from torch import Tensor
 from slipstream.config import Config
 from slipstream.model import decoder, initialise, next_token_loss
 from slipstream.parts import check
-from slipstream.pipeline import Pipeline, StepReport, launch
+from slipstream.pipeline import StepReport, launch
 from slipstream.pipeline.comm import Transport
 from slipstream.reference import reference_run
 from slipstream.study.cell import Cell
 from slipstream.study.delayed import DelayedRun
+from slipstream.trainer import make_pipeline
 
 BASE = changed(
     Config(),
@@ -51,36 +52,9 @@ def run_study(cell: Cell) -> tuple[dict[str, Tensor], list[float], float]:
 
 def run_pipeline(config: Config) -> tuple[dict[str, Tensor], list[float], float]:
     parts = check(config)
-    validation = parts.validation
-    assert validation is not None
-    num_tokens = sum(map(validation.num_tokens, range(len(validation))))
 
     def worker(transport: Transport) -> tuple[dict[str, Tensor], list[float], float | None]:
-        with torch.device("meta"):
-            model = decoder(parts.model)
-
-        def materialise(layers: torch.nn.Module) -> None:
-            initialise(layers.double().to_empty(device="cpu"), parts.model, config.train.seed)
-
-        pipeline = Pipeline(
-            transport,
-            model,
-            data=parts.batches,
-            loss=next_token_loss,
-            optimizer=parts.groups,
-            num_microbatches=config.pipeline.microbatches,
-            num_steps=config.train.steps,
-            schedule=config.pipeline.schedule,
-            depth=config.pipeline.depth,
-            sync_start_steps=config.pipeline.sync_start_steps,
-            learning_rate=parts.learning_rate,
-            loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
-            evaluation=validation,
-            num_evaluations=len(validation),
-            evaluation_scale=1 / num_tokens,
-            layers_per_stage=parts.layers_per_stage,
-            prepare=materialise,
-        )
+        pipeline = make_pipeline(transport, config, parts)
         reports = list(pipeline.run())
         losses = [report.loss for report in reports if isinstance(report, StepReport)]
         held_out = [report.loss for report in reports if not isinstance(report, StepReport)]
