@@ -99,12 +99,12 @@ class Momentum:
         self._pieces = pieces
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        return self.forecast(optimizer, repeats=False)
+        return self.forecast(optimizer, nesterov=False)
 
-    def forecast(self, optimizer: Optimizer, repeats: bool) -> list[Tensor]:
+    def forecast(self, optimizer: Optimizer, nesterov: bool) -> list[Tensor]:
         """The update that the momentum alone makes, or else Nesterov's, in which the last gradient counts twice."""
         forecast = _muon_forecast if isinstance(optimizer, Muon) else _adamw_forecast
-        expected = forecast(optimizer, repeats)
+        expected = forecast(optimizer, nesterov)
         return [torch.cat([expected[p].flatten() for p in piece]) for piece in self._pieces]
 
 
@@ -113,12 +113,12 @@ class Damped:
         self._momentum, self._weight = momentum, weight
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        expected = self._momentum.forecast(optimizer, repeats=False)
-        repeated = self._momentum.forecast(optimizer, repeats=True)
-        return [torch.sub(r, n, alpha=self._weight) for r, n in zip(repeated, expected, strict=True)]
+        expected = self._momentum.forecast(optimizer, nesterov=False)
+        ahead = self._momentum.forecast(optimizer, nesterov=True)
+        return [torch.sub(r, n, alpha=self._weight) for r, n in zip(ahead, expected, strict=True)]
 
 
-def _muon_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]:
+def _muon_forecast(optimizer: Optimizer, nesterov: bool) -> dict[Tensor, Tensor]:
     expected: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         alike: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -126,7 +126,7 @@ def _muon_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]:
             alike[parameter.shape].append(parameter)
         for parameters in alike.values():
             means = [optimizer.state[p]["momentum"] for p in parameters]
-            directions = torch.stack(_directions(parameters, means, group["beta"], repeats))
+            directions = torch.stack(_directions(parameters, means, group["beta"], nesterov))
             stack = directions.reshape(-1, *directions.shape[-2:])
             updates = orthogonal_update(
                 stack, lr=group["lr"], ns_steps=group["ns_steps"], ns_dtype=group["ns_dtype"], scale=group["scale"]
@@ -135,13 +135,13 @@ def _muon_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]:
     return expected
 
 
-def _adamw_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]:
+def _adamw_forecast(optimizer: Optimizer, nesterov: bool) -> dict[Tensor, Tensor]:
     assert isinstance(optimizer, AdamW)
     expected = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            (direction,) = _directions([parameter], [state["mean"]], group["beta1"], repeats)
+            (direction,) = _directions([parameter], [state["mean"]], group["beta1"], nesterov)
             root = (state["square"] / (1 - group["beta2"] ** state["step"])).sqrt_()
             expected[parameter] = (
                 direction * (group["lr"] / (1 - group["beta1"] ** state["step"])) / root.add_(group["eps"])
@@ -149,9 +149,9 @@ def _adamw_forecast(optimizer: Optimizer, repeats: bool) -> dict[Tensor, Tensor]
     return expected
 
 
-def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, repeats: bool) -> list[Tensor]:
+def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, nesterov: bool) -> list[Tensor]:
     """m, or Nesterov's beta m + (1 - beta) g."""
-    if not repeats:
+    if not nesterov:
         return means
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [g.lerp(m, beta) for g, m in zip(gradients, means, strict=True)]
