@@ -22,6 +22,10 @@ class UsageError(ValueError):
     """Arguments that cannot be understood, or asked for what cannot be done."""
 
 
+class RunFailure(RuntimeError):
+    """What began and did not end well."""
+
+
 def parse(
     cls: type[Arguments], arguments: list[str], prog: str, description: str, default: Arguments | None = None
 ) -> Arguments:

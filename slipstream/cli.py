@@ -1,8 +1,13 @@
-"""The command line: train | schedule | study | prepare.
+"""The command line: train | schedule | plan | profile | bench | study | report | timeline | prepare.
 
     slipstream train [CONFIG.toml] [--section.field value ...]
     slipstream schedule NAME --stages P --microbatches M
+    slipstream plan [CONFIG.toml] --devices N --memory GIB
+    slipstream profile [CONFIG.toml]
+    slipstream bench [--only emulated|real]
     slipstream study [GRID.toml]
+    slipstream report RUN ...
+    slipstream timeline RUN [--start S --seconds S]
     slipstream prepare SOURCE ... --output PREFIX
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
@@ -28,7 +33,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from .arguments import UsageError, parse
+from .arguments import RunFailure, UsageError, parse
 
 MAX_MICROBATCHES = 50_000
 """Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
@@ -51,7 +56,12 @@ def run(arguments: Sequence[str]) -> int:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
         "schedule": _schedule,
+        "plan": _plan,
+        "profile": _profile,
+        "bench": _bench,
         "study": _study,
+        "report": _report,
+        "timeline": _timeline,
         "prepare": _prepare,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -106,10 +116,6 @@ def _end_stages_on_signals() -> None:
 
 
 # ---- train
-
-
-class RunFailure(RuntimeError):
-    """A run that began and did not end well."""
 
 
 def _train(arguments: list[str]) -> None:
@@ -260,6 +266,82 @@ def _study(arguments: list[str]) -> None:
         raise UsageError(str(error)) from error
     except StudyFailure as failure:
         raise RunFailure(str(failure)) from failure
+
+
+# ---- plan, profile, bench, report: each beside what it runs
+
+
+def _plan(arguments: list[str]) -> None:
+    from .plan.command import plan
+
+    plan(arguments)
+
+
+def _profile(arguments: list[str]) -> None:
+    from .plan.command import profile
+
+    profile(arguments)
+
+
+def _bench(arguments: list[str]) -> None:
+    from .bench.command import bench
+
+    bench(arguments)
+
+
+def _report(arguments: list[str]) -> None:
+    from .report.command import report
+
+    report(arguments)
+
+
+# ---- timeline
+
+
+@dataclass(frozen=True)
+class TimelineArguments:
+    """Draws a window of what the stages of a run did, from its trace.json, as `slipstream schedule` draws a plan."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, such as runs/default."""
+    start: float | None = None
+    """Seconds from the beginning of the trace; left out: the last steps before the pipeline drains."""
+    seconds: float | None = None
+    """How long a window; left out: two steps."""
+    output: Path = Path("timeline.svg")
+    """.svg or .png"""
+
+
+def _timeline(arguments: list[str]) -> None:
+    from .schedule import ScheduleError
+    from .schedule.render import png, svg
+    from .trace import TraceError, Window, measured_timeline, read_trace, steady_window
+
+    prog = "slipstream timeline RUN"
+    given = parse(TimelineArguments, arguments, prog, inspect.getdoc(TimelineArguments) or "")
+    if given.output.suffix not in (".svg", ".png"):
+        raise UsageError(f"output = '{given.output}' cannot be drawn: end its name in .svg or .png")
+    if given.seconds is not None and not given.seconds > 0:
+        raise UsageError(f"seconds = {given.seconds:g} shows nothing: use more than 0")
+    try:
+        trace = read_trace(given.run / "trace.json")
+        steady = steady_window(trace)
+        window = Window(
+            steady.start if given.start is None else given.start,
+            steady.seconds if given.seconds is None else given.seconds,
+        )
+        timeline = measured_timeline(trace, window)
+        title = f"{given.run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        if given.output.suffix == ".svg":
+            given.output.write_text(svg(timeline, title), encoding="utf-8")
+        else:
+            png(timeline, title, given.output)
+    except (TraceError, ScheduleError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"output = '{given.output}' cannot be written ({error.strerror}): choose another") from error
+    print(f"drawn in {given.output}: {window.seconds:.3f} s from {window.start:.3f} s")
 
 
 # ---- prepare

@@ -154,6 +154,8 @@ class RunSection:
     """Replace an earlier run of the same name."""
     log_every_steps: int = 10
     """How often a line is printed where there is no terminal to draw a progress bar on."""
+    trace_actions: int = 512
+    """How many of every stage's latest actions go into trace.json; at most 4,096 are kept."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ AT_LEAST = {
     "evaluation.every_steps": 0,
     "evaluation.batches": 0,
     "run.log_every_steps": 1,
+    "run.trace_actions": 0,
 }
 
 

@@ -1,23 +1,28 @@
-"""What a run leaves behind while it runs and when it ends: metrics.jsonl, a progress line, trace.json, loss.png."""
+"""What a run leaves behind while it runs and when it ends: metrics.jsonl, a progress line, loss.png."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .expectation import Expectation, expect
 from .pipeline import EvaluationReport, StepReport
-from .pipeline.clock import Span
-from .schedule import Op
+from .pipeline.clock import TimeSplit
+from .schedule import Schedule
+
+NUM_RECENT_STEPS = 16
+"""Whose measured costs the expected utilisation is computed from."""
 
 
 class Screen(Console):
@@ -35,11 +40,16 @@ class Metrics:
     """One stage of a run writes these, for all of them: an object per update, and one more per evaluation."""
 
     def __init__(
-        self, folder: Path, num_steps: int, tokens_per_step: int, log_every_steps: int, screen: Console
+        self, folder: Path, schedule: Schedule, tokens_per_step: int, log_every_steps: int, screen: Console
     ) -> None:
+        num_steps = schedule.num_steps or 0
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
         self._screen = screen
+        self._schedule = schedule
+        self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
+        self.expectation: Expectation | None = None
+        """Of the latest steps that it was computed for."""
         self._started = self._last = time.perf_counter()
         self._validation = ""
         self._progress = Progress(
@@ -58,6 +68,7 @@ class Metrics:
         seconds, self._last = now - self._last, now
         done = report.step + 1
         average = done * self._tokens_per_step / (now - self._started)
+        self._expect(report)
         self._write(
             step=report.step,
             loss=report.loss,
@@ -66,6 +77,8 @@ class Metrics:
             update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
             best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},
             utilisations=report.utilisations,
+            expected_utilisation=self.expectation and self.expectation.expected,
+            stage_seconds=[dataclasses.asdict(split) for split in report.splits],
             delay=report.delay,
             skipped=report.skipped,
             tokens=done * self._tokens_per_step,
@@ -74,10 +87,20 @@ class Metrics:
         )
         busy = [u for u in report.utilisations if math.isfinite(u)]
         utilisation = f"  utilisation {sum(busy) / len(busy):.2f}" if busy else ""
+        if busy and self.expectation:
+            utilisation += f" of {self.expectation.expected:.2f} expected"
         line = f"loss {report.loss:.4f}{self._validation}  {average:,.0f} tokens/s{utilisation}"
         self._progress.update(self._task, completed=done, description=line)
         if not self._screen.is_terminal and (done % self._log_every == 0 or done in (1, self._num_steps)):
             self._screen.print(f"step {done}/{self._num_steps}  {line}")
+
+    def _expect(self, report: StepReport) -> None:
+        """Simulates at ever longer intervals, and at the end: it takes a moment, and the costs hardly change."""
+        if all(map(math.isfinite, report.utilisations)) and report.step >= self._schedule.sync_start_steps:
+            self._recent.append(report.splits)
+        done = report.step + 1
+        if len(self._recent) > 1 and (done & (done - 1) == 0 or done == self._num_steps):
+            self.expectation = expect(self._schedule, list(self._recent))
 
     def evaluation(self, report: EvaluationReport) -> None:
         if report.loss is not None:
@@ -103,34 +126,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return value
-
-
-def chrome_trace(spans_by_stage: Sequence[Sequence[Span]], started_at: Sequence[float]) -> dict[str, Any]:
-    """The latest actions of every stage, for chrome://tracing or ui.perfetto.dev.
-
-    Two rows per stage: updates run in the background, beside forwards and backwards, and a row shows overlapping spans
-    only where one lies inside the other.
-    """
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "slipstream"}}]
-    for stage, spans in enumerate(spans_by_stage):
-        for row, title in ((2 * stage, f"stage {stage}"), (2 * stage + 1, f"stage {stage}, updates")):
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": title}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
-        offset = started_at[stage] - min(started_at)
-        for span in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(span.action),
-                    "cat": span.action.op.name.lower(),
-                    "pid": 0,
-                    "tid": 2 * stage + (span.action.op is Op.UPDATE),
-                    "ts": (offset + span.start) * 1e6,
-                    "dur": (span.end - span.start) * 1e6,
-                    "args": {"version": span.action.version, "microbatch": span.action.microbatch},
-                }
-            )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw_losses(folder: Path) -> Path | None:

@@ -13,7 +13,8 @@ import resource
 import shutil
 import statistics
 import sys
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,16 @@ import torch
 from torch import nn
 
 from .config import Config, ConfigError, to_toml, validate
-from .metrics import Metrics, Screen, chrome_trace, draw_losses, finite
+from .expectation import Expectation
+from .metrics import Metrics, Screen, draw_losses, finite
 from .model import decoder, initialise, next_token_loss, num_parameters
 from .parts import Parts, check
 from .pipeline import Pipeline, StepReport, Transport, launch
-from .pipeline.clock import Span
+from .pipeline.clock import Activity, Span
 from .pipeline.comm import gather_objects
-from .schedule import Action
-
-TRACE_SPANS = 512
-"""Latest actions of every stage that go into trace.json."""
+from .schedule import Action, Schedule
+from .schedule.render import svg
+from .trace import TraceError, chrome_trace, measured_timeline, steady_window
 
 
 def run_folder(config: Config) -> Path:
@@ -109,7 +110,7 @@ def train_stage(transport: Transport, config: Config) -> None:
     tokens_per_step = parts.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
     metrics = (
-        Metrics(folder, config.train.steps, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
+        Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
     )
     delays: list[int] = []
     losses: list[float] = []
@@ -127,10 +128,10 @@ def train_stage(transport: Transport, config: Config) -> None:
                     metrics.evaluation(report)
     finally:
         seconds = metrics.close() if metrics else 0.0
-    stages = _gather_stages(transport, pipeline, delays, device)
-    if is_last:
-        summary = _summary(config, parts, stages, losses, val_loss, seconds)
-        _leave_behind(folder, summary, stages, screen)
+    stages = _gather_stages(transport, pipeline, delays, config)
+    if metrics:
+        summary = _summary(config, parts, stages, losses, val_loss, seconds, metrics.expectation)
+        _leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
 
 
 def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipeline:
@@ -171,9 +172,7 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
     )
 
 
-def _gather_stages(
-    transport: Transport, pipeline: Pipeline, delays: list[int], device: torch.device
-) -> list[dict[str, Any]]:
+def _gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:
     """What every stage knows of itself, on every stage."""
     executor, schedule = pipeline.executor, pipeline.schedule
     hashes = {
@@ -183,19 +182,31 @@ def _gather_stages(
     }
     num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
     late = delays[num_early:]  # the first have nothing to be late for
+    clock = executor.clock
     own = {
-        "utilisation": executor.clock.utilisation(),
-        "busy_seconds": {op.name.lower(): seconds for op, seconds in executor.clock.busy_by_op.items()},
+        "utilisation": clock.split().utilisation,
+        "time_split": asdict(clock.split().shares()),
+        "overhead": clock.split().other / clock.num_actions if clock.num_actions else math.nan,
+        "background_update": clock.background_seconds / clock.num_background_updates
+        if clock.num_background_updates
+        else 0.0,
         "delays": sorted(set(late or delays)),
         "versions": executor.peak_versions,
         "in_flight": executor.peak_in_flight,
-        "memory": _peak_memory(device),
+        "memory": _peak_memory(torch.device(config.train.device)),
         "parameters": hashes,
-        "started_at": executor.clock.started_at,
-        "spans": [(str(s.action), s.start, s.end) for s in list(executor.clock.spans)[-TRACE_SPANS:]],
+        "started_at": clock.started_at,
+        "spans": _latest(list(clock.spans), config.run.trace_actions),
     }
     parts = gather_objects(transport, json.dumps(own).encode(), lambda: "the other stages' summaries")
     return [json.loads(part) for part in parts]
+
+
+def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
+    """The latest actions, and the waits between them."""
+    places = [i for i, span in enumerate(spans) if span.activity.is_compute]
+    first = places[-num_actions] if len(places) >= num_actions > 0 else 0 if num_actions else len(spans)
+    return [(str(span.action), int(span.activity), *astuple(span)[2:]) for span in spans[first:]]
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -213,6 +224,7 @@ def _summary(
     losses: list[float],
     val_loss: float | None,
     seconds: float,
+    expectation: Expectation | None,
 ) -> dict[str, Any]:
     parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
     checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
@@ -234,7 +246,11 @@ def _summary(
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "utilisation": {"per_stage": utilisations, "mean": statistics.fmean(utilisations)},
-        "busy_seconds": [stage["busy_seconds"] for stage in stages],
+        "expected_utilisation": expectation
+        and {"per_stage": expectation.expected_by_stage, "mean": expectation.expected},
+        "time_split": [stage["time_split"] for stage in stages],
+        "background_update_seconds": [stage["background_update"] for stage in stages],
+        "executor_microseconds_per_action": [1e6 * stage["overhead"] for stage in stages],
         "delay": {"min": min(delays), "max": max(delays)},
         "live_weight_versions": max(stage["versions"] for stage in stages),
         "microbatches_in_flight": [stage["in_flight"] for stage in stages],
@@ -245,20 +261,35 @@ def _summary(
     }
 
 
-def _leave_behind(folder: Path, summary: dict[str, Any], stages: list[dict[str, Any]], screen: Screen) -> None:
+def _leave_behind(
+    folder: Path,
+    schedule: Schedule,
+    summary: dict[str, Any],
+    stages: list[dict[str, Any]],
+    expectation: Expectation | None,
+    screen: Screen,
+) -> None:
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-    spans = [[Span(Action.parse(text), start, end) for text, start, end in stage["spans"]] for stage in stages]
-    trace = chrome_trace(spans, [stage["started_at"] for stage in stages])
+    spans = [
+        [Span(Action.parse(text), Activity(activity), *rest) for text, activity, *rest in stage["spans"]]
+        for stage in stages
+    ]
+    trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
     (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
-    drawn = draw_losses(folder)
+    with suppress(TraceError):  # of a run too short to have a steady state
+        timeline = measured_timeline(trace, steady_window(trace))
+        title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
+        (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")
+    draw_losses(folder)
     per_stage = ", ".join("-" if math.isnan(u) else f"{u:.3f}" for u in summary["utilisation"]["per_stage"])
     lines = [
         f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
         + ("" if summary["val_loss"] is None else f", validation loss {summary['val_loss']:.4f}"),
         f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s: {summary['tokens_per_second']:,.0f} tokens/s",
         f"utilisation per stage in the steady state: {per_stage}",
+        *([f"over the last steps: {expectation}"] if expectation else []),
         f"delay {summary['delay']['min']} to {summary['delay']['max']}, "
         f"{summary['live_weight_versions']} live weight versions",
-        f"{folder}: summary.json, metrics.jsonl, config.toml, trace.json" + (", loss.png" if drawn else ""),
+        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}",
     ]
     screen.print("\n".join(lines))

@@ -1,18 +1,21 @@
-"""What a run leaves behind while it runs: rows of JSON, a progress bar or lines, a trace."""
+"""What a run leaves behind while it runs: rows of JSON, a progress bar or lines."""
 
 import io
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from slipstream.metrics import Metrics, Screen, chrome_trace, finite
+from slipstream.metrics import Metrics, Screen, finite
 from slipstream.optim.correction import Alignment
 from slipstream.pipeline import EvaluationReport, StepReport
-from slipstream.pipeline.clock import Span
-from slipstream.schedule import Action
+from slipstream.pipeline.clock import TimeSplit
+from slipstream.schedule import Schedule
+
+SCHEDULE = Schedule("two_bw", num_stages=2, num_microbatches=2, num_steps=2)
 
 
 def report(step: int, loss: float = 2.5) -> StepReport:
@@ -20,6 +23,7 @@ def report(step: int, loss: float = 2.5) -> StepReport:
         step=step,
         loss=loss,
         utilisations=(math.nan, 0.75),
+        splits=(TimeSplit(forward=1.0), TimeSplit(backward=2.0)),
         gradient_norms={"all": math.inf},
         learning_rates={},
         alignments={"all": Alignment(math.nan, math.nan)},
@@ -34,7 +38,7 @@ def test_numbers_that_json_does_not_know_are_null():
 
 
 def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
-    metrics = Metrics(tmp_path, num_steps=2, tokens_per_step=64, log_every_steps=1, screen=Screen())
+    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
     metrics.step(report(0), {"all": 0.1})
     metrics.evaluation(EvaluationReport(0, 2.25))
     metrics.step(report(1, math.nan), {"all": 0.05})
@@ -50,12 +54,14 @@ def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
     ]
     assert rows[0]["learning_rates"] == {"all": 0.1}
     assert rows[0]["utilisations"] == [None, 0.75]
+    assert [split["backward"] for split in rows[0]["stage_seconds"]] == [0.0, 2.0]
+    assert rows[0]["expected_utilisation"] is None
     assert rows[0]["gradient_norms"] == {"all": None}
     assert [row["tokens"] for row in rows if "tokens" in row] == [64, 128]
 
 
 def test_rows_are_there_before_the_run_ends(tmp_path):
-    metrics = Metrics(tmp_path, num_steps=2, tokens_per_step=64, log_every_steps=1, screen=Screen())
+    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
     metrics.step(report(0), {})
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 0
     metrics.close()
@@ -65,7 +71,7 @@ def test_a_terminal_gets_a_progress_bar_and_no_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     text = io.StringIO()
     terminal = Console(file=text, force_terminal=True, width=100)
-    metrics = Metrics(tmp_path, num_steps=2, tokens_per_step=64, log_every_steps=1, screen=terminal)
+    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=terminal)
     metrics.step(report(0), {})
     metrics.evaluation(EvaluationReport(0, 2.25))
     metrics.step(report(1), {})
@@ -86,13 +92,14 @@ def test_a_run_goes_on_when_nobody_reads_it(monkeypatch):
     assert screen.quiet
 
 
-def test_updates_have_a_row_of_their_own_in_the_trace():
-    texts = ["1F0@v0", "1B0@v0", "1U0@v1", "1F1@v0"]
-    spans = [Span(Action.parse(text), float(i), i + 1.5) for i, text in enumerate(texts)]
-    events = chrome_trace([[], spans], [100.0, 100.25])["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {0: "stage 0", 1: "stage 0, updates", 2: "stage 1", 3: "stage 1, updates"}
-    played = [event for event in events if event["ph"] == "X"]
-    assert [names[event["tid"]] for event in played] == ["stage 1", "stage 1", "stage 1, updates", "stage 1"]
-    assert [event["name"] for event in played] == texts
-    assert played[1]["ts"] == pytest.approx(1.25e6) and played[1]["dur"] == pytest.approx(1.5e6)
+def test_what_is_measured_stands_beside_what_the_simulator_expects(tmp_path, capsys):
+    metrics = Metrics(
+        tmp_path, Schedule("one_f_one_b", 2, 2, num_steps=4), tokens_per_step=64, log_every_steps=1, screen=Screen()
+    )
+    stage = TimeSplit(forward=2.0, backward=4.0, wait_gradients=3.5, other=0.5)
+    for step in range(4):
+        metrics.step(replace(report(step), utilisations=(0.6, 0.6), splits=(stage, stage)), {})
+    metrics.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["expected_utilisation"] == pytest.approx(2 / 3)  # m / (m + P - 1)
+    assert "utilisation 0.60 of 0.67 expected" in capsys.readouterr().out

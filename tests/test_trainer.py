@@ -44,6 +44,7 @@ def test_a_run_leaves_everything_behind(finished):
         "metrics.jsonl",
         "summary.json",
         "trace.json",
+        "timeline.svg",
         "loss.png",
     }
     assert load_toml(folder / "config.toml") == config
@@ -61,6 +62,12 @@ def test_a_run_leaves_everything_behind(finished):
     assert 0 < summary["val_loss"] < math.log(256) + 0.1
     assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
     assert len(summary["utilisation"]["per_stage"]) == 2
+    for split, utilisation in zip(summary["time_split"], summary["utilisation"]["per_stage"], strict=True):
+        assert sum(split.values()) == pytest.approx(1.0)
+        computing = split["forward"] + split["backward"] + split["update"] + split["evaluation"]
+        assert computing == pytest.approx(utilisation)
+    assert 0 < summary["expected_utilisation"]["mean"] <= 1
+    assert all(overhead > 0 for overhead in summary["executor_microseconds_per_action"])
     assert all(0 < share <= 1 for share in summary["utilisation"]["per_stage"])
     assert summary["utilisation"]["mean"] == pytest.approx(sum(summary["utilisation"]["per_stage"]) / 2)
     assert summary["delay"] == {"min": 1, "max": 1}
@@ -79,7 +86,8 @@ def test_a_run_leaves_everything_behind(finished):
     assert {row["delay"] for row in updates[1:]} == {1}
     for row in updates:
         assert set(row["learning_rates"]) == set(row["gradient_norms"]) == {"matrices", "rest"}
-        assert len(row["utilisations"]) == 2
+        assert len(row["utilisations"]) == len(row["stage_seconds"]) == 2
+    assert sum(updates[-1]["stage_seconds"][0].values()) > 0
     assert updates[0]["update_cosines"] == {"matrices": None, "rest": None}
     assert all(-1 <= cosine <= 1 for cosine in updates[-1]["update_cosines"].values())
     assert updates[-1]["tokens"] == summary["tokens"]
@@ -87,8 +95,9 @@ def test_a_run_leaves_everything_behind(finished):
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     played = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in played) >= 0 and min(event["dur"] for event in played) >= 0
-    for row in {event["tid"] for event in played}:
-        spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in played if event["tid"] == row)
+    for row in {(event["pid"], event["tid"]) for event in played}:
+        own = [event for event in played if (event["pid"], event["tid"]) == row]
+        spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in own)
         assert all(end <= start + 1 for (_, end), (start, _) in pairwise(spans)), "spans overlap"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..optim.correction import Alignment
 from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
-from .clock import Clock, Mark
+from .clock import Activity, Clock, Mark, TimeSplit
 from .comm import Message, PeerLost, Transport
 from .partition import Tied
 from .reduction import Finished, Reducer, Sums
@@ -51,7 +51,9 @@ class StepReport:
     loss: float
     """Of the batch, at the weights it ran with."""
     utilisations: tuple[float, ...]
-    """Per stage: the share of the time since the pipeline filled that it spent on actions; nan before that."""
+    """Per stage: the share of the time since the pipeline filled that it spent computing; nan before that."""
+    splits: tuple[TimeSplit, ...]
+    """Per stage: where the time between the ends of its last two batches went."""
     gradient_norms: dict[str, float]
     """Per group, before clipping."""
     learning_rates: dict[str, float]
@@ -83,8 +85,8 @@ class InFlight:
 class Pending:
     """An update whose batch has ended and whose deadline has not come."""
 
-    finish: Callable[[], tuple[StepReport, Mark, Mark]]
-    in_background: bool
+    finish: Callable[[Action], StepReport]
+    """Waits for what is still missing, and makes the update if nobody has."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class Executor:
     # ---- the four actions
 
     def _forward(self, action: Action) -> None:
+        clock = self.clock
         step, microbatch = divmod(action.microbatch, self._schedule.num_microbatches)
         if microbatch == 0:
             self._first_read[step] = action.version
@@ -198,12 +201,13 @@ class Executor:
         if not self._is_first:
             for tensor in _differentiable(inputs):
                 tensor.requires_grad_()
-        start = self.clock.mark()
+        clock.enter(Activity.FORWARD, action)
         outputs = self._versions.module(action.version)(_unpack(inputs))
         if self._is_last:
             loss = self._task.loss(outputs, targets) * self._task.loss_scale(step)
             self._batch_loss = loss.detach() if self._batch_loss is None else self._batch_loss + loss.detach()
             outputs = loss
+        clock.enter(Activity.OTHER)
         message = _pack(outputs)
         if not self._is_last:
             detached = tuple(tensor.detach() for tensor in message)
@@ -212,26 +216,27 @@ class Executor:
             )
         self._in_flight.append(InFlight(action.microbatch, action.version, inputs, message))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
-        self.clock.add(action, start, self.clock.mark())
 
     def _backward(self, action: Action) -> None:
         flight = self._in_flight.popleft()
         assert flight.microbatch == action.microbatch, f"{action} finds microbatch {flight.microbatch} in flight"
         pairs: list[tuple[Tensor, Tensor | None]] = [(flight.outputs[0], None)]
+        clock = self.clock
         if not self._is_last:
+            clock.enter(Activity.WAIT_GRADIENTS, action)
             gradients = self._transport.backward_in.take(lambda: f"the gradient of {action}")
             pairs = list(zip(_differentiable(flight.outputs), gradients, strict=True))
-        start = self.clock.mark()
+        clock.enter(Activity.BACKWARD, action)
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        clock.enter(Activity.OTHER)
         if not self._is_first:
             inputs = _differentiable(flight.inputs)
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
             self._transport.backward_out.send(_kind(action), message, lambda: f"the gradient of {action} to be taken")
         if (action.microbatch + 1) % self._schedule.num_microbatches == 0:
             self._begin_update(action.microbatch // self._schedule.num_microbatches, flight.version)
-        self.clock.add(action, start, self.clock.mark())
 
     def _begin_update(self, step: int, version: int) -> None:
         """Hands a finished batch to the update, which two_bw makes in the background until its deadline."""
@@ -239,25 +244,45 @@ class Executor:
         gradients = self._versions.take_gradients(version)
         for name in self._reducer.tied:
             gradients.setdefault(name, torch.zeros_like(self._versions.masters[name]))
-        finished = Finished(gradients, self._batch_loss, self._updater.products, self.clock.utilisation())
+        finished = Finished(
+            gradients,
+            self._batch_loss,
+            self._updater.products,
+            self.clock.split().utilisation,
+            self.clock.split_since_last(),
+        )
         self._batch_loss = None
         has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
         if not has_slack:
-            self._pending = Pending(
-                lambda: self._apply(step, finished, self._reduce(step, finished)), in_background=False
-            )
+            self._pending = Pending(lambda action: self._apply(action, finished, self._reduce(step, finished)))
         elif step - 1 in self._unevaluated:  # an evaluation to come still needs the masters as they are
             sums = self._background.submit(self._reduce, step, finished)
-            self._pending = Pending(lambda: self._apply(step, finished, sums.result()), in_background=False)
+            self._pending = Pending(lambda action: self._apply(action, finished, sums.result()))
         else:
-            update = self._background.submit(lambda: self._apply(step, finished, self._reduce(step, finished)))
-            self._pending = Pending(update.result, in_background=True)
+            update = self._background.submit(self._update_beside, step, finished)
+            self._pending = Pending(lambda action: self._take_update(action, update.result()))
+
+    def _update_beside(self, step: int, finished: Finished) -> tuple[StepReport, Mark, Mark]:
+        """In the background, beside the stage's other actions."""
+        sums = self._reduce(step, finished)
+        start = self.clock.mark()
+        return self._make(step, finished, sums), start, self.clock.mark()
+
+    def _take_update(self, action: Action, made: tuple[StepReport, Mark, Mark]) -> StepReport:
+        report, start, end = made
+        self.clock.add_background(action, start, end)
+        return report
+
+    def _apply(self, action: Action, finished: Finished, sums: Sums) -> StepReport:
+        """In the foreground."""
+        self.clock.enter(Activity.UPDATE, action)
+        return self._make(action.microbatch // self._schedule.num_microbatches, finished, sums)
 
     def _reduce(self, step: int, finished: Finished) -> Sums:
         return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step}")
 
-    def _apply(self, step: int, finished: Finished, sums: Sums) -> tuple[StepReport, Mark, Mark]:
-        start = self.clock.mark()
+    def _make(self, step: int, finished: Finished, sums: Sums) -> StepReport:
+        """The update of a step, and what there is to say of it."""
         if sums.non_finite is None:
             horizon = self._schedule.horizon(self._transport.stage, step)
             self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
@@ -265,10 +290,11 @@ class Executor:
             self._updater.skip()
         else:
             raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
-        report = StepReport(
+        return StepReport(
             step=step,
             loss=sums.loss,
             utilisations=sums.utilisations,
+            splits=sums.splits,
             gradient_norms={
                 group.name: square**0.5 for group, square in zip(self._groups, sums.squared_norms, strict=True)
             },
@@ -280,14 +306,14 @@ class Executor:
             skipped=sums.non_finite is not None,
             delay=step - self._first_read.pop(step),
         )
-        return report, start, self.clock.mark()
 
     def _update(self, action: Action) -> StepReport:
         pending, self._pending = self._pending, None
         assert pending is not None, f"{action} comes before the end of its batch"
-        report, start, end = pending.finish()
+        self.clock.enter(Activity.WAIT_SUMS, action)
+        report = pending.finish(action)
+        self.clock.enter(Activity.OTHER)
         self._versions.close_next()
-        self.clock.add(action, start, end, pending.in_background)
         if self._versions.num_versions > 1:
             live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
             self.peak_versions = max(self.peak_versions, len(live))
@@ -303,18 +329,18 @@ class Executor:
         evaluation = self._task.evaluation
         assert evaluation is not None, f"{action} finds no evaluation set"
         inputs, targets = self._read(action, lambda: evaluation(action.microbatch))
-        start = self.clock.mark()
+        self.clock.enter(Activity.EVALUATION, action)
         module = self._versions.master_module()
         with torch.no_grad(), _evaluating(module):
             outputs = module(_unpack(inputs))
             if self._is_last:
                 loss = self._task.loss(outputs, targets) * self._task.evaluation_scale
                 self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
-            else:
-                self._transport.forward_out.send(
-                    _kind(action), _pack(outputs), lambda: f"the activations of {action} to be taken"
-                )
-        self.clock.add(action, start, self.clock.mark())
+        self.clock.enter(Activity.OTHER)
+        if not self._is_last:
+            self._transport.forward_out.send(
+                _kind(action), _pack(outputs), lambda: f"the activations of {action} to be taken"
+            )
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None
         self._unevaluated.discard(action.version - 1)
@@ -325,9 +351,13 @@ class Executor:
 
     def _read(self, action: Action, data: Callable[[], tuple[Any, Any]]) -> tuple[Message, Any]:
         """The first stage reads inputs, the last one targets, the others neither."""
-        inputs, targets = self._on_device(data()) if self._is_first or self._is_last else ((), None)
+        inputs, targets = (), None
+        if self._is_first or self._is_last:
+            self.clock.enter(Activity.DATA, action)
+            inputs, targets = self._on_device(data())
         if self._is_first:
             return _pack(inputs), targets
+        self.clock.enter(Activity.WAIT_ACTIVATIONS, action)
         return self._transport.forward_in.take(lambda: f"the activations of {action}"), targets
 
     def _on_device(self, value: Any) -> Any:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
+from .clock import Activity, TimeSplit
 from .comm import Transport, Waiting
 from .partition import Tied
 
 NUM_PRODUCTS = 3
+NUM_TIMES = 1 + len(Activity)
+"""Utilisation, and the seconds of every activity."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Sums:
     loss: float
     utilisations: tuple[float, ...]
     """Per stage, nan where there is none yet."""
+    splits: tuple[TimeSplit, ...]
     squared_norms: tuple[float, ...]
     """Per group, over all stages."""
     products: tuple[tuple[float, ...], ...]
@@ -46,6 +50,8 @@ class Finished:
     products: Tensor
     """(groups, 3): inner products of the latest updates, this stage's share."""
     utilisation: float
+    split: TimeSplit
+    """Of the stage's time since its last batch."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +78,15 @@ class Reducer:
             total = finished.gradients[name].copy_(first)
             for other in others:
                 total += other
-        vector = _to_host(self._vector(finished))
+        times = torch.tensor([finished.utilisation, *astuple(finished.split)], dtype=torch.float64)
+        vector = torch.cat([times, _to_host(self._vector(finished))])
         if not self.is_global:
             return self._add_up([vector], [stage])
         everyone = tuple(range(num_stages))
         return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
 
     def _vector(self, finished: Finished) -> Tensor:
-        """[loss, utilisation, products..., squared norms...]"""
+        """[loss, products..., squared norms...]"""
         device = finished.products.device
         squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.group_names]
         for name, gradient in finished.gradients.items():
@@ -87,11 +94,10 @@ class Reducer:
                 group = self.group_of[name]
                 squares[group] = squares[group] + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         loss = squares[0].new_zeros(()) if finished.loss is None else finished.loss.to(torch.float64)
-        utilisation = torch.full((), finished.utilisation, dtype=torch.float64, device=device)
-        return torch.cat([torch.stack([loss, utilisation]), finished.products.flatten(), torch.stack(squares)])
+        return torch.cat([loss.reshape(1), finished.products.flatten(), torch.stack(squares)])
 
     def _add_up(self, vectors: Sequence[Tensor], stages: Sequence[int]) -> Sums:
-        rows = [vector.tolist() for vector in vectors]
+        times, rows = zip(*((row[:NUM_TIMES], row[NUM_TIMES:]) for row in map(Tensor.tolist, vectors)), strict=True)
         num_groups = len(self.group_names)
         non_finite = None
         for stage, row in zip(stages, rows, strict=True):
@@ -101,10 +107,11 @@ class Reducer:
                 if not math.isfinite(square):
                     non_finite = non_finite or f"the gradient of group {name!r} on stage {stage} is {square}"
         totals = [_total(column) for column in zip(*rows, strict=True)]
-        products = totals[2 : 2 + NUM_PRODUCTS * num_groups]
+        products = totals[1 : 1 + NUM_PRODUCTS * num_groups]
         return Sums(
             loss=totals[0],
-            utilisations=tuple(row[1] for row in rows),
+            utilisations=tuple(utilisation for utilisation, *_ in times),
+            splits=tuple(TimeSplit(*split) for _, *split in times),
             squared_norms=tuple(totals[-num_groups:]),
             products=tuple(tuple(products[NUM_PRODUCTS * i : NUM_PRODUCTS * (i + 1)]) for i in range(num_groups)),
             non_finite=non_finite,
