@@ -67,7 +67,9 @@ class PipelineSection:
     sync_start_steps: int = 0
     """Steps to train synchronously before the asynchronous schedule begins."""
     layers_per_stage: tuple[int, ...] = ()
-    """Layers of every stage, embedding and head counted as one each; empty: balanced by their FLOPs."""
+    """Layers of every stage, embedding and head counted as one each; empty: balanced by their cost."""
+    profile: str = ""
+    """What slipstream profile wrote: the layers' measured costs, to balance the stages by; empty: by their FLOPs."""
     transport: Literal["process", "thread"] = "process"
     """Stages as processes, or as threads of one process (several stages on one GPU)."""
     shared_memory: bool = True

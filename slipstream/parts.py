@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,7 +199,7 @@ def _check_optimizers(config: Config, groups: list[Group], model: ModelConfig) -
 
 
 def _layers_per_stage(config: Config, model: ModelConfig) -> list[int]:
-    costs = layer_costs(model, model.sequence_length)
+    costs = _measured_costs(config, model) or layer_costs(model, model.sequence_length)
     stages = config.pipeline.stages
     if stages > len(costs):
         raise ConfigError(
@@ -211,6 +212,21 @@ def _layers_per_stage(config: Config, model: ModelConfig) -> list[int]:
     except PartitionError as error:
         raise ConfigError(f"pipeline.{error}") from error
     return sizes
+
+
+def _measured_costs(config: Config, model: ModelConfig) -> list[float]:
+    """Of a forward and a backward through each layer; empty without a profile."""
+    if not config.pipeline.profile:
+        return []
+    from .arguments import UsageError
+    from .plan.profile import read_profile  # which asks this file for the groups of parameters
+
+    path = Path(config.pipeline.profile)
+    try:
+        layers = read_profile(path).costs(model, path).layers
+    except UsageError as error:
+        raise ConfigError(f"pipeline.{error}") from error
+    return [layer.compute for layer in layers]
 
 
 def _has_tied(config: Config, model: ModelConfig) -> bool:

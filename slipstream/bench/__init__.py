@@ -1,0 +1,1 @@
+"""Slipstream beside torch.distributed.pipelining, in one interleaved run: `slipstream bench`."""

@@ -1,0 +1,105 @@
+"""What `slipstream bench` runs: which rivals meet on which workloads, how often and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .rivals import BARE_LOOP, Rival
+from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, SLOW_FACTOR
+from .world import World
+
+LATENCY_SECONDS = 0.003
+NUM_STEPS = {1: 8, 2: 6, 4: 6}
+"""By microbatches per stage: a longer step shows as much in fewer of them. At most three are left out as not steady."""
+QUICK_NUM_STEPS = 5
+REAL_STAGES = 2
+REAL_SECONDS = 0.08
+"""About what a real microbatch takes on both stages together, only to guess how long a run will be."""
+
+TORCH_RIVALS = {
+    "torch GPipe": "ScheduleGPipe",
+    "torch 1F1B": "Schedule1F1B",
+    "torch Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "torch InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
+    "torch ZBVZeroBubble": "ScheduleZBVZeroBubble",
+    "torch DualPipeV": "ScheduleDualPipeV",
+}
+OUR_RIVALS = {
+    "slipstream one_f_one_b": ("one_f_one_b", "minimum"),
+    "slipstream two_bw": ("two_bw", "minimum"),
+    "slipstream two_bw, double depth": ("two_bw", "double"),
+    "slipstream pipedream": ("pipedream", "minimum"),
+    "slipstream paci": ("paci", "minimum"),
+}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of the matrix is wanted."""
+
+    emulated_stages: Sequence[int]
+    with_real: bool
+    num_rounds: int
+    quick: bool = False
+
+
+def worlds(extent: Extent) -> list[World]:
+    """All of m = P, 2P, 4P with equal stages; at m = 2P also one expensive stage and slow links."""
+    if extent.quick:
+        emulated = [_world("emulated", p, p, extent, QUICK_NUM_STEPS) for p in extent.emulated_stages]
+        return emulated + (
+            [_world("real", REAL_STAGES, REAL_STAGES, extent, QUICK_NUM_STEPS)] if extent.with_real else []
+        )
+    matrix = []
+    for workload, stages in (("emulated", extent.emulated_stages), ("real", [REAL_STAGES] * extent.with_real)):
+        for p in stages:
+            matrix += [_world(workload, p, factor * p, extent, num_steps) for factor, num_steps in NUM_STEPS.items()]
+            matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], unbalanced=True))
+            if workload == "emulated":
+                matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], latency_seconds=LATENCY_SECONDS))
+    return matrix
+
+
+def _world(
+    workload: str,
+    num_stages: int,
+    num_microbatches: int,
+    extent: Extent,
+    num_steps: int,
+    unbalanced: bool = False,
+    latency_seconds: float = 0.0,
+) -> World:
+    bare = Rival(BARE_LOOP, num_microbatches)
+    theirs = [Rival(name, num_microbatches, schedule) for name, schedule in TORCH_RIVALS.items()]
+    ours = [
+        Rival(name, num_microbatches, schedule, depth, latency_seconds=latency_seconds)
+        for name, (schedule, depth) in OUR_RIVALS.items()
+    ]
+    rivals = ours if latency_seconds else [bare, *theirs, *ours]
+    return World(workload, num_stages, tuple(rivals), extent.num_rounds, num_steps, unbalanced)
+
+
+def title(world: World) -> str:
+    first = world.rivals[0]
+    parts = [
+        f"{world.workload} compute",
+        f"P = {world.num_stages}",
+        f"m = {first.num_microbatches}",
+        f"one process x {SLOW_FACTOR:g}" if world.unbalanced else "equal processes",
+    ]
+    if first.latency_seconds:
+        parts.append(f"{1000 * first.latency_seconds:g} ms links")
+    return ", ".join(parts)
+
+
+def guessed_seconds(world: World, rival: Rival) -> float:
+    """Of one turn of a rival: only for the progress bar."""
+    seconds = FORWARD_SECONDS + BACKWARD_SECONDS if world.workload == "emulated" else REAL_SECONDS
+    num_steps = world.num_steps + (world.num_stages - 2 if rival.schedule == "pipedream" else 0)
+    bubble = 1.0 if rival.schedule in ("", "two_bw", "pipedream", "paci") else 1.4
+    return seconds * rival.num_microbatches * num_steps * bubble * (SLOW_FACTOR if world.unbalanced else 1.0)
+
+
+def total_seconds(world: World) -> float:
+    return world.num_rounds * sum(guessed_seconds(world, rival) for rival in world.rivals)

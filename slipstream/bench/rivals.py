@@ -1,0 +1,217 @@
+"""Who competes: slipstream's schedules, torch.distributed.pipelining's, and a bare loop with no pipeline at all.
+
+A rival runs some steps on one stage of a world and says when each steady step ended there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from .. import Pipeline, StepReport
+from ..pipeline.clock import Activity, Clock
+from ..pipeline.comm import Transport
+from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError
+from .replay import replayed_step_time
+from .workloads import WORKLOADS, Placement, Workload, work_of
+
+BARE_LOOP = "bare loop, no pipeline"
+TORCH_SHAPES = {
+    "ScheduleGPipe": "single",
+    "Schedule1F1B": "single",
+    "ScheduleInterleaved1F1B": "loop",
+    "ScheduleInterleavedZeroBubble": "loop",
+    "ScheduleZBVZeroBubble": "v",
+    "ScheduleDualPipeV": "v",
+}
+"""torch's schedules by the name of their class, and how each places chunks on processes."""
+
+
+class Refused(ValueError):
+    """A rival that says, on every stage alike, that it cannot run."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    name: str
+    num_microbatches: int
+    schedule: str = ""
+    """slipstream's, or the name of a class of torch.distributed.pipelining; empty for the bare loop."""
+    depth: str = "minimum"
+    clip_norm: float | None = None
+    latency_seconds: float = 0.0
+    """Injected on slipstream's links."""
+
+    @property
+    def engine(self) -> str:
+        return "bare" if not self.schedule else "torch" if self.schedule in TORCH_SHAPES else "slipstream"
+
+    def placement(self, num_stages: int) -> Placement:
+        return Placement(num_stages, TORCH_SHAPES.get(self.schedule, "single"))
+
+    def plan(self, num_stages: int, num_steps: int) -> Schedule:
+        """slipstream: the schedule as it is played; pipedream, which takes P - 1 steps to fill and not one, plays P - 2
+        more."""
+        more = num_stages - 2 if self.schedule == "pipedream" else 0
+        return Schedule(
+            self.schedule,
+            num_stages,
+            self.num_microbatches,
+            num_steps + more,
+            depth=self.depth,
+            global_update=self.schedule not in ("pipedream", "paci") or self.clip_norm is not None,
+        )
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What an action took on a stage of slipstream, in seconds on average."""
+
+    forward: float
+    """What it takes to read the microbatch included."""
+    backward: float
+    update: float
+    """0 where updates are made in the background."""
+    sums: float
+    """From the end of a batch's last action until the update could begin: the stage's own sums and, where there is one,
+    the sum over stages. On the stage that comes last to it, none of it is waiting for others."""
+    overhead: float
+    """The executor's own, per action: neither computing, nor waiting, nor reading data."""
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One run of a rival, as one stage saw it."""
+
+    ends: list[float]
+    """When each steady step ended."""
+    costs: StageCosts | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+    """ideal_step: the step time of torch's own order of actions, in units of one process's work on one microbatch.
+    peak_in_flight, of slipstream: most microbatches between their forward and their backward."""
+
+    @property
+    def seconds_per_step(self) -> float:
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+
+def steady(ends: Sequence[float], schedule: str) -> list[float]:
+    """The ends of steady steps: the first is left out, and of schedules without a flush the last two, when the pipeline
+    drains. Used for what is measured and for what is simulated."""
+    has_no_flush = schedule in SCHEDULES and schedule not in FLUSHING
+    return list(ends[1:-2] if has_no_flush else ends[1:])
+
+
+def run(rival: Rival, workload: str, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
+    """A stage of one run. Raises Refused, on every stage alike, where there is no such schedule."""
+    made = WORKLOADS[workload](rival.placement(transport.num_stages), unbalanced)
+    if rival.engine == "slipstream":
+        return _run_slipstream(rival, made, transport, num_steps)
+    if rival.engine == "torch":
+        return _run_torch(rival, made, unbalanced, transport, num_steps)
+    return _run_bare(rival, made, transport, num_steps)
+
+
+def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+    try:
+        plan = rival.plan(transport.num_stages, num_steps)
+    except ScheduleError as error:
+        raise Refused(str(error)) from error
+    assert plan.num_steps is not None
+    pipeline = Pipeline(
+        transport,
+        workload.model,
+        data=workload.data,
+        loss=workload.loss,
+        optimizer=workload.optimizer,
+        num_microbatches=rival.num_microbatches,
+        num_steps=plan.num_steps,
+        schedule=rival.schedule,
+        depth=rival.depth,
+        clip_norm=rival.clip_norm,
+        layers_per_stage=workload.sizes,
+        track_alignment=False,
+    )
+    ends = [time.perf_counter() for report in pipeline.run() if isinstance(report, StepReport)]
+    facts = {"peak_in_flight": float(pipeline.executor.peak_in_flight)}
+    return StageRun(steady(ends, rival.schedule), _costs(pipeline.executor.clock, rival.num_microbatches), facts)
+
+
+def _costs(clock: Clock, num_microbatches: int) -> StageCosts:
+    """Actions by their spans, those of the first two steps left out as they are from the step time; the overhead by the
+    clock's steady window."""
+    spans = [span for span in clock.spans if span.action.microbatch >= 2 * num_microbatches]
+
+    def mean(activity: Activity) -> float:
+        seconds = [span.end - span.start for span in spans if span.activity is activity]
+        return fmean(seconds) if seconds else 0.0
+
+    return StageCosts(
+        forward=mean(Activity.DATA) + mean(Activity.FORWARD),
+        backward=mean(Activity.BACKWARD),
+        update=0.0 if clock.num_background_updates else mean(Activity.UPDATE),
+        sums=mean(Activity.WAIT_SUMS),
+        overhead=clock.split().other / clock.num_actions if clock.num_actions else 0.0,
+    )
+
+
+def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
+    placement = rival.placement(transport.num_stages)
+    indices = placement.chunks(transport.stage)
+    modules = [workload.chunk(index) for index in indices]
+    device = torch.device("cpu")
+    stages = [
+        PipelineStage(module, index, placement.num_chunks, device)
+        for module, index in zip(modules, indices, strict=True)
+    ]
+    make: Any = getattr(pipelining, rival.schedule, None)
+    if make is None:
+        raise Refused(f"torch {torch.__version__} has no {rival.schedule}")
+    try:
+        schedule = make(
+            stages[0] if placement.shape == "single" else stages, rival.num_microbatches, loss_fn=workload.loss
+        )
+    except ValueError as error:
+        raise Refused(f"torch says: {error}") from error
+    optimizer = workload.optimizer([weight for module in modules for weight in module.parameters()])
+    has_first, has_last = 0 in indices, placement.num_chunks - 1 in indices
+    ends = []
+    for step in range(num_steps):
+        pairs = [workload.data(step, microbatch) for microbatch in range(rival.num_microbatches)]
+        inputs = (torch.cat([x for x, _ in pairs]),) if has_first else ()
+        targets: dict[str, Any] = {"target": torch.cat([y for _, y in pairs]), "losses": []} if has_last else {}
+        schedule.step(*inputs, **targets, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    order = getattr(schedule, "pipeline_order", None) if placement.shape != "single" else None
+    ideal_step = replayed_step_time(order, placement, work_of(transport.num_stages, unbalanced)) if order else None
+    return StageRun(steady(ends, rival.schedule), facts={} if ideal_step is None else {"ideal_step": ideal_step})
+
+
+def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+    """The same work without a pipeline: every process runs its own layers, alone and with no message."""
+    module = workload.chunk(transport.stage)
+    inputs, targets = workload.data(0, 0)
+    with torch.no_grad():
+        for index in range(transport.stage):
+            inputs = workload.chunk(index)(inputs)
+    is_last = transport.stage == transport.num_stages - 1
+    ends = []
+    for _ in range(num_steps):
+        for _ in range(rival.num_microbatches):
+            own = inputs.clone().requires_grad_(inputs.is_floating_point())
+            outputs = module(own)
+            if is_last:
+                workload.loss(outputs, targets).backward()
+            else:
+                outputs.backward(torch.ones_like(outputs))
+        ends.append(time.perf_counter())
+    return StageRun(steady(ends, rival.schedule))

@@ -1,0 +1,208 @@
+"""What the rivals train: stages that sleep, which show the schedule and nothing else, and a small decoder.
+
+A workload is a list of layers and how many of them every chunk gets. A process holds one chunk or two, by the rival's
+schedule; whatever the number, its work is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model import ModelConfig, decoder, initialise, next_token_loss
+from ..pipeline.partition import cut
+
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
+"""Of an emulated process and microbatch, in all its chunks together."""
+SLOW_FACTOR = 1.5
+"""How much more one process has to do where the workload is unbalanced."""
+SEQUENCE_LENGTH = 256
+"""Tokens of a real microbatch, which is one sequence."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    model: nn.Sequential
+    sizes: list[int]
+    """Layers of every chunk, in the order in which a microbatch passes through them."""
+    data: Callable[[int, int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+    def chunk(self, index: int) -> nn.Sequential:
+        return cut(self.model, self.sizes, index)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which process holds which chunks."""
+
+    num_processes: int
+    shape: str = "single"
+    """single: one chunk each. loop: process i has chunks i and P + i. v: i and 2P - 1 - i."""
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_processes * (1 if self.shape == "single" else 2)
+
+    def process(self, chunk: int) -> int:
+        last = self.num_chunks - 1
+        return min(chunk, last - chunk) if self.shape == "v" else chunk % self.num_processes
+
+    def chunks(self, process: int) -> list[int]:
+        return [chunk for chunk in range(self.num_chunks) if self.process(chunk) == process]
+
+
+def work_of(num_processes: int, unbalanced: bool) -> list[float]:
+    """The share of work of every process: 1, or more on the one in the middle."""
+    slow = num_processes // 2 if unbalanced else None
+    return [SLOW_FACTOR if process == slow else 1.0 for process in range(num_processes)]
+
+
+# ---- stages that sleep
+
+
+def sleep_precisely() -> None:
+    """Linux lets a sleep end up to 50 microseconds late to save power; this thread asks it not to."""
+    if platform.system() == "Linux":
+        set_timer_slack, one_nanosecond = 29, 1
+        ctypes.CDLL(None).prctl(set_timer_slack, one_nanosecond, 0, 0, 0)
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+class _Pace:
+    """When what a layer's backward has done so far should have ended. A backward's nodes share one, so that the time
+    between them counts as theirs."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        """Of either half."""
+        self._ends_at = 0.0
+
+    def begin(self) -> None:
+        self._ends_at = time.perf_counter()
+
+    def spend_half(self) -> None:
+        self._ends_at += self.seconds
+        _sleep_until(self._ends_at)
+
+
+class _Meet(torch.autograd.Function):
+    """Where the paths of input and weight meet. It is the first node of a backward, and of either half of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pace: _Pace) -> Tensor:
+        ctx.pace = pace
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.pace.begin()
+        [gradient] = gradients
+        return gradient, gradient.sum().reshape(1), None
+
+
+class _Path(torch.autograd.Function):
+    """The way to the input, or to the weight: half of a backward. Autograd goes it only if that gradient is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, pace: _Pace) -> Tensor:
+        ctx.pace = pace
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.pace.spend_half()
+        [gradient] = gradients
+        return gradient, None
+
+
+class SleepingLayer(nn.Module):
+    """Takes exactly as long as it is told, its arithmetic included: a joint backward `backward_seconds`, and half of
+    them for the gradient of the input or of the weight alone."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends_at = time.perf_counter() + self.forward_seconds
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # the first stage has a path to its input too, as above an embedding
+        pace = _Pace(self.backward_seconds / 2)
+        outputs: Tensor = _Meet.apply(_Path.apply(x, pace), _Path.apply(self.weight, pace), pace)
+        _sleep_until(ends_at)
+        return outputs
+
+
+def _sleeping_data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(1, 2), torch.zeros(1, 2)
+
+
+def _no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs * 0).sum()
+
+
+def emulated(placement: Placement, unbalanced: bool = False) -> Workload:
+    work = work_of(placement.num_processes, unbalanced)
+    per_process = placement.num_chunks / placement.num_processes
+    shares = [work[placement.process(chunk)] / per_process for chunk in range(placement.num_chunks)]
+    return Workload(
+        model=nn.Sequential(*(SleepingLayer(share * FORWARD_SECONDS, share * BACKWARD_SECONDS) for share in shares)),
+        sizes=[1] * placement.num_chunks,
+        data=_sleeping_data,
+        loss=_no_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+    )
+
+
+# ---- a decoder
+
+
+def real(placement: Placement, unbalanced: bool = False) -> Workload:
+    """Blocks of one size, two to a process and three to the slow one; wide, and with a byte vocabulary, so that
+    embedding and head weigh little."""
+    blocks_of = [round(2 * work) for work in work_of(placement.num_processes, unbalanced)]
+    sizes = []
+    for chunk in range(placement.num_chunks):
+        process = placement.process(chunk)
+        chunks = placement.chunks(process)
+        blocks = blocks_of[process]
+        is_first = chunk == chunks[0]
+        sizes.append(blocks if len(chunks) == 1 else (blocks + 1) // 2 if is_first else blocks // 2)
+    sizes[0] += 1  # the embedding
+    sizes[-1] += 1  # the head
+    config = ModelConfig(
+        vocab_size=256,
+        sequence_length=SEQUENCE_LENGTH,
+        dim=256,
+        num_layers=sum(blocks_of),
+        num_heads=4,
+        num_kv_heads=4,
+        hidden_dim=704,
+    )
+    model = decoder(config)
+    initialise(model, config, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (8, 1, SEQUENCE_LENGTH + 1), generator=generator)
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        sequence = tokens[microbatch % len(tokens)]
+        return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+
+    return Workload(model, sizes, data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4))
+
+
+WORKLOADS: dict[str, Callable[[Placement, bool], Workload]] = {"emulated": emulated, "real": real}

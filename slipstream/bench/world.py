@@ -1,0 +1,200 @@
+"""The interleaved run: all rivals take turns in one world of processes, round after round, so noise hits all of them.
+
+A rival that fails takes its world down. The others go on in a new one, from where they were: stage 0 keeps a log of
+what has been begun and what has ended, which outlives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..arguments import RunFailure
+from ..pipeline import StageFailure, launch
+from ..pipeline.comm import Transport
+from .links import link_latency, message_seconds
+from .rivals import Refused, Rival, StageCosts, StageRun, run
+from .workloads import SEQUENCE_LENGTH, sleep_precisely
+
+TIMEOUT_SECONDS = 60.0
+"""Without a message, after which a rival counts as hanging."""
+MAX_REASON_LENGTH = 400
+MODEL_DIM = 256
+"""Width of a real message, for the ping."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Rivals that compete, and on what."""
+
+    workload: str
+    """emulated or real."""
+    num_stages: int
+    rivals: tuple[Rival, ...]
+    num_rounds: int
+    num_steps: int
+    """Of a run; 5 or more, of which at most four are not steady."""
+    unbalanced: bool = False
+    shared_memory: bool = True
+    """slipstream's messages; torch's always go over gloo."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of a rival, all stages together."""
+
+    seconds_per_step: float
+    """On the slowest stage."""
+    costs: tuple[StageCosts, ...] = ()
+    """Of every stage of slipstream."""
+    message_seconds: float = 0.0
+    """From one stage to the next, as a ping at the start of the world took, injected latency included."""
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rival in one world."""
+
+    rival: Rival
+    rounds: tuple[Round, ...]
+    failure: str = ""
+    """Why there are no more rounds."""
+
+    @property
+    def seconds_per_step(self) -> list[float]:
+        return [each.seconds_per_step for each in self.rounds]
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds_per_step)
+
+
+Turn = tuple[int, int]
+"""A round, and the index of the rival that runs."""
+OnTurn = Callable[[Turn | None], None]
+
+
+def _say_nothing(turn: Turn | None) -> None:
+    """For those who do not want to know."""
+
+
+def compete(world: World, on_turn: OnTurn = _say_nothing) -> list[Outcome]:
+    """Every rival, in the world's order. on_turn is called on stage 0, in its process, before every turn, and with None
+    after the last."""
+    torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.rivals))]
+    rounds: list[list[Round]] = [[] for _ in world.rivals]
+    failures = [""] * len(world.rivals)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        while todo:
+            log.write_text("", encoding="utf-8")
+            failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
+            begun = None
+            for line in log.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                number, index = entry["turn"]
+                begun = number, index
+                if "round" in entry:
+                    rounds[index].append(_round_from(entry["round"]))
+                    begun = None
+                elif "refusal" in entry:
+                    failures[index], begun = entry["refusal"], None
+                if begun is None:
+                    todo.remove((number, index))
+            if failure is None:
+                break
+            if begun is None:
+                raise RunFailure(f"the stages failed between two rivals: {failure}")
+            failures[begun[1]] = failure
+            todo = [turn for turn in todo if not failures[turn[1]]]
+    return [
+        Outcome(rival, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
+        for index, rival in enumerate(world.rivals)
+    ]
+
+
+def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
+    """What went wrong, if anything did, as one line."""
+    try:
+        launch(
+            worker,
+            world.num_stages,
+            timeout_seconds=TIMEOUT_SECONDS,
+            shared_memory=world.shared_memory,
+            start_method="fork" if platform.system() == "Linux" else None,
+        )
+    except StageFailure as failure:
+        return textwrap.shorten(str(failure), MAX_REASON_LENGTH)
+    return None
+
+
+def _round_from(values: dict[str, Any]) -> Round:
+    return Round(**{**values, "costs": tuple(StageCosts(**costs) for costs in values["costs"])})
+
+
+# ---- on a stage
+
+
+def settle_stage() -> None:
+    """One thread, plain BLAS and exact sleeps, on every stage and for every rival."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    sleep_precisely()
+
+
+def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
+    settle_stage()
+    shape = (1, 2) if world.workload == "emulated" else (1, SEQUENCE_LENGTH, MODEL_DIM)
+    ours = [world.rivals[index] for _, index in todo if world.rivals[index].engine == "slipstream"]
+    pings = {}
+    for latency in sorted({rival.latency_seconds for rival in ours}):
+        with link_latency(transport, latency):
+            pings[latency] = message_seconds(transport, (torch.zeros(shape),))
+    is_first = transport.stage == 0
+    refused: set[int] = set()
+
+    def write(turn: Turn, **entry: object) -> None:
+        if is_first:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"turn": turn, **entry}) + "\n")
+
+    for turn in todo:
+        rival = world.rivals[turn[1]]
+        if turn[1] in refused:
+            continue
+        if is_first:
+            on_turn(turn)
+        write(turn)
+        dist.barrier()
+        try:
+            with link_latency(transport, rival.latency_seconds):
+                own = run(rival, world.workload, world.unbalanced, transport, world.num_steps)
+        except Refused as refusal:
+            refused.add(turn[1])
+            write(turn, refusal=str(refusal))
+            continue
+        stages: list[StageRun] = [own] * transport.num_stages
+        dist.all_gather_object(stages, own)
+        result = Round(
+            seconds_per_step=max(stage.seconds_per_step for stage in stages),
+            costs=tuple(stage.costs for stage in stages if stage.costs is not None),
+            message_seconds=pings.get(rival.latency_seconds, 0.0) if rival.engine == "slipstream" else 0.0,
+            facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},
+        )
+        write(turn, round=dataclasses.asdict(result))
+    if is_first:
+        on_turn(None)
