@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: train test lint types format bench-bubble results clean
+.PHONY: train test lint types format bench bench-bubble results clean
 
 train: .venv/.installed
 	$(BIN)/slipstream train --run.overwrite
@@ -20,6 +20,9 @@ types: .venv/.installed
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: .venv/.installed
+	$(BIN)/slipstream bench
 
 bench-bubble: .venv/.installed
 	$(BIN)/python benchmarks/bubble.py

@@ -291,5 +291,6 @@ def _leave_behind(
         f"delay {summary['delay']['min']} to {summary['delay']['max']}, "
         f"{summary['live_weight_versions']} live weight versions",
         f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}",
+        f"as a page: slipstream report {folder}",
     ]
     screen.print("\n".join(lines))

@@ -1,0 +1,340 @@
+"use strict";
+// Line charts in SVG. All of them share one horizontal axis and its zoom, so that a spike in one can be looked up in the
+// others. What comes from a run's files only ever becomes a text node or a number.
+
+const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
+const NUM_COLOURS = 8;
+const AXES = {
+  step: {label: "step", column: "steps"},
+  tokens: {label: "tokens", column: "tokens"},
+  time: {label: "time", column: "seconds"},
+};
+const view = {axis: "step", range: null, charts: [], listeners: []};
+
+function element(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") node.className = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function shape(tag, attributes = {}, text = null) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== null) node.textContent = text;
+  return node;
+}
+
+const colour = (index) => `var(--line-${index % NUM_COLOURS})`;
+
+// ---- numbers as they are read
+
+function shortNumber(value) {
+  const size = Math.abs(value);
+  for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (size >= limit) return trimmed(value / (limit === 1e4 ? 1e3 : limit), 4) + unit;
+  }
+  if (size > 0 && size < 1e-4) return value.toExponential(1).replace(".0e", "e");
+  return trimmed(value, 4);
+}
+
+const trimmed = (value, digits) => String(Number(value.toPrecision(digits)));
+
+function readOut(value, chart) {
+  if (value === null) return "not known";
+  if (chart.percent) return (100 * value).toFixed(1) + " %";
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en-US");
+  return Number(value.toPrecision(5)).toString();
+}
+
+function timeUnit(seconds) {
+  if (seconds < 180) return [1, "s"];
+  return seconds < 10800 ? [60, "min"] : [3600, "h"];
+}
+
+function axisText(value) {
+  if (view.axis === "step") return "step " + Math.round(value).toLocaleString("en-US");
+  if (view.axis === "tokens") return Math.round(value).toLocaleString("en-US") + " tokens";
+  const [unit, name] = timeUnit(value);
+  return (value / unit).toFixed(1) + " " + name;
+}
+
+// ---- scales
+
+function niceTicks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough) || rough;
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(Number((i * step).toPrecision(12)));
+  return ticks;
+}
+
+function logTicks(low, high) {
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+    for (const factor of [1, 2, 5]) ticks.push(Number((factor * 10 ** power).toPrecision(3)));
+  }
+  const inside = ticks.filter((tick) => tick >= low && tick <= high);
+  const decades = inside.filter((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(9))));
+  if (decades.length > 4) return decades;
+  return inside.length > 1 ? inside : niceTicks(low, high, 4);
+}
+
+function interpolate(from, to, value) {
+  if (from.length < 2) return value;
+  let low = 0, high = from.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (from[middle] <= value) low = middle; else high = middle;
+  }
+  const width = from[high] - from[low];
+  return width ? to[low] + (to[high] - to[low]) * (value - from[low]) / width : to[low];
+}
+
+const fromStep = (clock, step) => view.axis === "step" ? step : interpolate(clock.steps, clock[AXES[view.axis].column], step);
+const toStep = (clock, value) => view.axis === "step" ? value : interpolate(clock[AXES[view.axis].column], clock.steps, value);
+
+function setView(axis, range) {
+  view.axis = axis;
+  view.range = range;
+  for (const chart of view.charts) chart.draw();
+  for (const listener of view.listeners) listener();
+}
+
+// ---- a chart
+
+function lineChart(chart, runs) {
+  const node = element("section", {class: "panel chart"});
+  const heading = element("div", {class: "heading"}, element("h3", {}, chart.title));
+  node.append(heading);
+  if (!chart.series.length) {
+    node.append(element("p", {class: "missing"}, chart.missing));
+    return node;
+  }
+  const state = {isLog: false, hidden: new Set(), cursor: null, xs: [], meanXs: [], axis: null, scale: null};
+  const canvas = shape("svg", {role: "img", tabindex: "0", "aria-label": `${chart.title}: a chart. Arrow keys read values, Escape shows all steps.`});
+  const box = element("div", {class: "plot"}, canvas);
+  const tip = element("div", {class: "tip", hidden: ""});
+  const legend = element("div", {class: "legend"});
+  box.append(tip);
+  node.append(box, legend);
+  const byRun = runs.length > 1 && !chart.byStage;
+  chart.series.forEach((line, index) => {
+    line.colour = colour(byRun ? line.run : index);
+    line.dash = byRun ? DASHES[line.variant % DASHES.length] : DASHES[Math.floor(index / NUM_COLOURS) % DASHES.length];
+    const swatch = shape("svg", {class: "swatch", width: 22, height: 10, "aria-hidden": "true"});
+    const stroke = shape("line", {x1: 1, x2: 21, y1: 5, y2: 5, "stroke-dasharray": line.dash});
+    stroke.style.stroke = line.colour;
+    swatch.append(stroke);
+    if (line.marks) {
+      const dot = shape("circle", {cx: 11, cy: 5, r: 3});
+      dot.style.fill = line.colour;
+      swatch.append(dot);
+    }
+    const button = element("button", {type: "button", "aria-pressed": "true", title: "Show or hide this line"}, swatch, line.name);
+    button.addEventListener("click", () => {
+      if (!state.hidden.delete(index)) state.hidden.add(index);
+      button.setAttribute("aria-pressed", String(!state.hidden.has(index)));
+      state.cursor = null;
+      draw();
+    });
+    legend.append(button);
+  });
+  if (!chart.percent && chart.series.some((line) => line.y.some((y) => y > 0))) {
+    const log = element("button", {type: "button", class: "small", "aria-pressed": "false", title: "Logarithmic vertical axis"}, "log");
+    log.addEventListener("click", () => {
+      state.isLog = !state.isLog;
+      log.setAttribute("aria-pressed", String(state.isLog));
+      draw();
+    });
+    heading.append(log);
+  }
+
+  const visible = () => chart.series.map((line, index) => index).filter((index) => !state.hidden.has(index));
+
+  function bounds() {
+    if (state.axis !== view.axis) {
+      const along = (line, steps) => steps.map((step) => fromStep(runs[line.run].clock, step));
+      state.xs = chart.series.map((line) => along(line, line.x));
+      state.meanXs = chart.series.map((line) => along(line, line.means ? line.means.x : []));
+      state.axis = view.axis;
+    }
+    const ends = state.xs.filter((xs) => xs.length).flatMap((xs) => [xs[0], xs[xs.length - 1]]);
+    let [left, right] = view.range || [Math.min(...ends), Math.max(...ends)];
+    if (!(right > left)) [left, right] = [left - 1, left + 1];
+    let low = Infinity, high = -Infinity;
+    for (const index of visible()) {
+      const {y} = chart.series[index], xs = state.xs[index];
+      for (let i = 0; i < y.length; i++) {
+        // The neighbours of a visible point count too: a line leads to them.
+        const isNear = (xs[i + 1] ?? xs[i]) >= left && (xs[i - 1] ?? xs[i]) <= right;
+        if (y[i] !== null && isNear && !(state.isLog && y[i] <= 0)) { low = Math.min(low, y[i]); high = Math.max(high, y[i]); }
+      }
+    }
+    if (low > high) [low, high] = state.isLog ? [0.1, 1] : [0, 1];
+    if (chart.zero && !state.isLog && low >= 0) low = 0;
+    if (low === high) { const pad = Math.abs(low) * 0.05 || 0.5; low -= chart.zero && low === 0 ? 0 : pad; high += pad; }
+    if (state.isLog) return {left, right, low: low / 1.05, high: high * 1.05};
+    const pad = (high - low) * 0.05;
+    return {left, right, low: chart.zero && low === 0 ? 0 : low - pad, high: chart.percent && high <= 1 ? Math.min(1, high + pad) : high + pad};
+  }
+
+  function draw() {
+    const width = box.clientWidth;
+    if (!width) return;
+    const height = 250, {left, right, low, high} = bounds();
+    const yTicks = state.isLog ? logTicks(low, high) : niceTicks(low, high, 8);
+    const yTexts = yTicks.map((tick) => chart.percent ? trimmed(100 * tick, 4) + " %" : shortNumber(tick));
+    const edge = {left: 14 + 7 * Math.max(...yTexts.map((text) => text.length), 2), right: 14, top: chart.unit ? 22 : 10, bottom: 38};
+    const inner = {width: Math.max(10, width - edge.left - edge.right), height: height - edge.top - edge.bottom};
+    const x = (value) => edge.left + (value - left) / (right - left) * inner.width;
+    const level = (value) => state.isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+    const y = (value) => edge.top + inner.height * (1 - level(value));
+    const unX = (pixel) => left + Math.min(1, Math.max(0, (pixel - edge.left) / inner.width)) * (right - left);
+    state.scale = {x, y, unX, edge, inner, width};
+    canvas.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    canvas.setAttribute("width", width);
+    canvas.setAttribute("height", height);
+    Object.assign(canvas.dataset, {from: left, to: right, low, high});
+    const clip = "clip-" + view.charts.indexOf(self);
+    const definitions = shape("defs"), window_ = shape("clipPath", {id: clip});
+    window_.append(shape("rect", {x: edge.left - 4, y: edge.top - 4, width: inner.width + 8, height: inner.height + 8}));
+    definitions.append(window_);
+    const grid = shape("g", {class: "grid"}), lines = shape("g", {"clip-path": `url(#${clip})`});
+    yTicks.forEach((tick, i) => {
+      grid.append(shape("line", {x1: edge.left, x2: width - edge.right, y1: y(tick), y2: y(tick)}));
+      grid.append(shape("text", {x: edge.left - 8, y: y(tick) + 4, "text-anchor": "end"}, yTexts[i]));
+    });
+    const [unit, unitName] = view.axis === "time" ? timeUnit(right) : [1, ""];
+    for (const tick of niceTicks(left / unit, right / unit, inner.width / 64)) {
+      if (view.axis === "step" && !Number.isInteger(tick)) continue;
+      const at = x(tick * unit);
+      grid.append(shape("line", {x1: at, x2: at, y1: height - edge.bottom, y2: height - edge.bottom + 4}));
+      const anchor = at > width - edge.right - 18 ? "end" : "middle";
+      grid.append(shape("text", {x: anchor === "end" ? width - edge.right + 8 : at, y: height - edge.bottom + 17, "text-anchor": anchor}, shortNumber(tick)));
+    }
+    grid.append(shape("line", {class: "base", x1: edge.left, x2: width - edge.right, y1: height - edge.bottom, y2: height - edge.bottom}));
+    const axisName = AXES[view.axis].label + (unitName ? ` (${unitName})` : "");
+    grid.append(shape("text", {x: edge.left + inner.width / 2, y: height - 5, "text-anchor": "middle"}, axisName));
+    if (chart.unit) grid.append(shape("text", {x: 4, y: 12, class: "unit"}, chart.unit));
+    for (const index of visible()) drawLine(lines, chart.series[index], state.xs[index], x, y);
+    for (const index of visible()) {
+      const {means, ...line} = chart.series[index];
+      if (means) drawLine(lines, {...line, y: means.y, marks: false}, state.meanXs[index], x, y);
+    }
+    const selection = shape("rect", {class: "selection", y: edge.top, height: inner.height, width: 0});
+    canvas.replaceChildren(definitions, grid, lines, shape("g", {class: "cursor"}), selection);
+    tip.hidden = true;
+  }
+
+  function drawLine(parent, line, xs, x, y) {
+    let path = "", isPen = false;
+    line.y.forEach((value, i) => {
+      const isDrawn = value !== null && !(state.isLog && value <= 0);
+      if (isDrawn) path += `${isPen ? "L" : "M"}${x(xs[i]).toFixed(1)} ${y(value).toFixed(1)}`;
+      const isAlone = isDrawn && !isPen && (line.y[i + 1] ?? null) === null;
+      if (isDrawn && (line.marks || isAlone)) {
+        const dot = shape("circle", {cx: x(xs[i]), cy: y(value), r: line.marks ? 3 : 2});
+        dot.style.fill = line.colour;
+        parent.append(dot);
+      }
+      isPen = isDrawn;
+    });
+    const stroke = shape("path", {d: path || "M0 0", class: line.means ? "line pale" : "line", "stroke-dasharray": line.dash});
+    stroke.style.stroke = line.colour;
+    parent.append(stroke);
+  }
+
+  function nearest(index, value) {
+    const xs = state.xs[index];
+    let low = 0, high = xs.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] <= value) low = middle; else high = middle;
+    }
+    return Math.abs((xs[high] ?? Infinity) - value) < Math.abs((xs[low] ?? Infinity) - value) ? high : low;
+  }
+
+  function point(value) {
+    const {x, y, edge, inner, width} = state.scale;
+    const group = canvas.querySelector(".cursor");
+    group.replaceChildren();
+    state.cursor = value;
+    tip.hidden = value === null;
+    if (value === null) return;
+    const rows = visible().filter((index) => state.xs[index].length).map((index) => [index, nearest(index, value)]);
+    if (!rows.length) { tip.hidden = true; return; }
+    const distance = ([index, i]) => Math.abs(state.xs[index][i] - value);
+    const anchor = rows.reduce((best, row) => distance(row) < distance(best) ? row : best);
+    const at = state.xs[anchor[0]][anchor[1]];
+    group.append(shape("line", {x1: x(at), x2: x(at), y1: edge.top, y2: edge.top + inner.height}));
+    const list = element("dl");
+    for (const [index, i] of rows) {
+      const line = chart.series[index], known = line.y[i];
+      const name = element("dt", {}, line.name);
+      name.style.setProperty("--own", line.colour);
+      const elsewhere = Math.abs(state.xs[index][i] - at) > (view.axis === "step" ? 0.5 : Math.abs(at) * 1e-6);
+      list.append(name, element("dd", {}, readOut(known, chart) + (elsewhere ? ` (${axisText(state.xs[index][i])})` : "")));
+      const isInside = x(state.xs[index][i]) >= edge.left - 1 && x(state.xs[index][i]) <= width - edge.right + 1;
+      if (known !== null && isInside && !(state.isLog && known <= 0)) {
+        const dot = shape("circle", {cx: x(state.xs[index][i]), cy: y(known), r: 3.5});
+        dot.style.fill = line.colour;
+        group.append(dot);
+      }
+    }
+    tip.replaceChildren(element("strong", {}, axisText(at)), list);
+    placeTip(tip, x(at), edge.top, width);
+  }
+
+  let dragFrom = null;
+  const position = (event) => event.clientX - canvas.getBoundingClientRect().left;
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0 || !state.scale) return;
+    dragFrom = position(event);
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!state.scale) return;
+    if (dragFrom === null) { point(state.scale.unX(position(event))); return; }
+    const {edge, inner} = state.scale, clamp = (pixel) => Math.min(edge.left + inner.width, Math.max(edge.left, pixel));
+    const ends = [clamp(dragFrom), clamp(position(event))].sort((a, b) => a - b);
+    const selection = canvas.querySelector(".selection");
+    selection.setAttribute("x", ends[0]);
+    selection.setAttribute("width", ends[1] - ends[0]);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (dragFrom === null) return;
+    const ends = [dragFrom, position(event)].sort((a, b) => a - b);
+    dragFrom = null;
+    if (ends[1] - ends[0] > 6) setView(view.axis, ends.map(state.scale.unX));
+  });
+  canvas.addEventListener("pointercancel", () => { dragFrom = null; draw(); });
+  canvas.addEventListener("pointerleave", () => { if (dragFrom === null && state.scale) point(null); });
+  canvas.addEventListener("blur", () => { if (state.scale) point(null); });
+  canvas.addEventListener("dblclick", () => setView(view.axis, null));
+  canvas.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") setView(view.axis, null);
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key) || !state.scale) return;
+    event.preventDefault();
+    const [left, right] = [Number(canvas.dataset.from), Number(canvas.dataset.to)];
+    const stride = Math.max((right - left) / 60, view.axis === "step" ? 1 : 0);
+    const next = (state.cursor ?? left) + (event.key === "ArrowRight" ? stride : -stride);
+    point(Math.min(right, Math.max(left, state.cursor === null ? left : next)));
+  });
+  const self = {draw};
+  view.charts.push(self);
+  new ResizeObserver(() => draw()).observe(box);
+  return node;
+}
+
+function placeTip(tip, at, top, width) {
+  tip.hidden = false;
+  const half = tip.offsetWidth;
+  tip.style.left = Math.max(0, at + 14 + half > width ? at - 14 - half : at + 14) + "px";
+  tip.style.top = top + "px";
+}

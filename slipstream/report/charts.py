@@ -1,0 +1,131 @@
+"""The line charts of a report: which there are, and the lines of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .read import Run
+from .series import Column, series
+from .stages import seconds_by_stage
+
+MAX_MARKS = 60
+"""Evaluations that get a dot each; more would run together."""
+NONE = "No update has recorded it."
+NO_ALIGNMENT = "Not recorded: the run has train.track_alignment = false, or fewer than three updates."
+
+
+def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    """By tab, in order."""
+    loss = _chart("Loss", "nats per token", _loss_lines(runs), "No loss has been recorded yet.")
+    return {
+        "overview": [loss],
+        "training": [
+            loss,
+            _chart("Learning rate", "", _group_lines(runs, "learning_rates"), NONE, zero=True),
+            _chart("Gradient norm before clipping", "", _group_lines(runs, "gradient_norms"), NONE, zero=True),
+            _chart("Cosine of consecutive updates", "", _group_lines(runs, "update_cosines"), NO_ALIGNMENT),
+            _chart(
+                "Error feedback that would have fitted best",
+                "coefficient",
+                _group_lines(runs, "best_error_feedback"),
+                NO_ALIGNMENT,
+            ),
+            _chart("Throughput", "tokens/s", _throughput_lines(runs), NONE, zero=True),
+        ],
+        "pipeline": [
+            *([_mean_utilisation(runs)] if len(runs) > 1 else []),
+            *(_utilisation(runs, index) for index in range(len(runs))),
+            *(_waiting(runs, index) for index, run in enumerate(runs) if seconds_by_stage(run)),
+        ],
+    }
+
+
+def _chart(
+    title: str, unit: str, lines: list[dict[str, Any]], missing: str, zero: bool = False, percent: bool = False
+) -> dict[str, Any]:
+    """zero: the axis begins there. missing: what to say if there is nothing to draw."""
+    drawn = [line for line in lines if any(value is not None for value in line["y"])]
+    return {"title": title, "unit": unit, "series": drawn, "missing": missing, "zero": zero, "percent": percent}
+
+
+def _label(runs: Sequence[Run], run: Run, name: str) -> str:
+    return name if len(runs) == 1 else f"{run.name}, {name}"
+
+
+def _loss_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    lines = []
+    for index, run in enumerate(runs):
+        metrics = run.metrics
+        lines.append(series(_label(runs, run, "training"), index, metrics.steps, metrics.column("loss")))
+        steps, losses = metrics.validation_steps, metrics.validation_losses
+        lines.append(
+            series(_label(runs, run, "held out"), index, steps, losses, variant=1, marks=len(steps) <= MAX_MARKS)
+        )
+    return lines
+
+
+def _throughput_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [
+        series(_label(runs, run, "each step"), index, run.metrics.steps, run.metrics.column("tokens_per_second"))
+        for index, run in enumerate(runs)
+    ]
+
+
+def _group_lines(runs: Sequence[Run], key: str) -> list[dict[str, Any]]:
+    """A line for every group of parameters of every run."""
+    return [
+        series(_label(runs, run, name), index, run.metrics.steps, column, variant)
+        for index, run in enumerate(runs)
+        for variant, (name, column) in enumerate(run.metrics.group(key).items())
+    ]
+
+
+# ---- by stage: several runs have a chart each, because their stages are not the same
+
+
+def _mean_utilisation(runs: Sequence[Run]) -> dict[str, Any]:
+    lines = []
+    for index, run in enumerate(runs):
+        columns = list(run.metrics.group("utilisations").values())
+        if columns:
+            lines.append(series(_label(runs, run, "measured"), index, run.metrics.steps, np.mean(columns, axis=0)))
+        lines.append(_expected(run, index, _label(runs, run, "expected"), variant=1))
+    return _chart("Utilisation since the pipeline filled, mean over stages", "", lines, NONE, percent=True)
+
+
+def _expected(run: Run, index: int, name: str, variant: int) -> dict[str, Any]:
+    """What the schedule allows with the costs measured until then."""
+    return series(name, index, run.metrics.steps, run.metrics.column("expected_utilisation"), variant)
+
+
+def _utilisation(runs: Sequence[Run], index: int) -> dict[str, Any]:
+    run = runs[index]
+    columns = list(run.metrics.group("utilisations").values())
+    lines = _stage_lines(run, index, columns)
+    if len(runs) == 1:
+        lines.append(_expected(run, index, "expected, mean over stages", len(columns)))
+    title = _title(runs, run, "Utilisation since the pipeline filled")
+    return _chart(title, "", lines, NONE, percent=True) | {"byStage": True}
+
+
+def _waiting(runs: Sequence[Run], index: int) -> dict[str, Any]:
+    run, shares = runs[index], []
+    for parts in seconds_by_stage(run):
+        total = np.sum(list(parts.values()), axis=0)
+        waits = [column for name, column in parts.items() if name.startswith("wait")]
+        waited = np.sum(waits, axis=0) if waits else np.zeros_like(total)
+        shares.append(np.divide(waited, total, out=np.full_like(total, np.nan), where=total > 0))
+    lines = _stage_lines(run, index, shares)
+    title = _title(runs, run, "Waiting, share of each step's time")
+    return _chart(title, "", lines, NONE, zero=True, percent=True) | {"byStage": True}
+
+
+def _stage_lines(run: Run, index: int, columns: Sequence[Column]) -> list[dict[str, Any]]:
+    return [series(f"stage {stage}", index, run.metrics.steps, column, stage) for stage, column in enumerate(columns)]
+
+
+def _title(runs: Sequence[Run], run: Run, title: str) -> str:
+    return title if len(runs) == 1 else f"{run.name}: {title[0].lower()}{title[1:]}"

@@ -1,0 +1,210 @@
+"""A run in a dozen figures, each as it is read; of several runs, which has the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .read import Run
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is worth saying of every run in one line."""
+
+    label: str
+    meaning: str
+    values: tuple[float | None, ...]
+    """One per run, to compare; None where it is not known."""
+    texts: tuple[str, ...]
+    """The same as it is read."""
+    details: tuple[str, ...]
+    """A few words more, or none."""
+    better: str = ""
+    """lower or higher; empty where neither is."""
+
+    @property
+    def best(self) -> tuple[bool, ...]:
+        """None is best unless some other run is known to be worse."""
+        known = [value for value in self.values if value is not None]
+        if not self.better or len(set(known)) < 2:
+            return (False,) * len(self.values)
+        best = min(known) if self.better == "lower" else max(known)
+        return tuple(value == best for value in self.values)
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    table = [_of_run(run) for run in runs]
+    return [
+        Figure(
+            label,
+            MEANINGS[label][0],
+            tuple(row[label][0] for row in table),
+            tuple(row[label][1] for row in table),
+            tuple(row[label][2] for row in table),
+            MEANINGS[label][1],
+        )
+        for label in MEANINGS
+    ]
+
+
+MEANINGS = {
+    "Training loss": ("nats per token, mean of the last twentieth of the steps", "lower"),
+    "Held-out loss": ("nats per token, at the last evaluation", "lower"),
+    "Throughput": ("tokens per second, over the whole run", "higher"),
+    "Utilisation": ("share of the steady window a stage spent on actions, mean over stages", "higher"),
+    "Delay": ("updates between the weights a gradient was taken at and those it is applied to", ""),
+    "Weight versions": ("most that any stage held at once", ""),
+    "Peak memory": ("of the stage that needs most", "lower"),
+    "Progress": ("updates made", ""),
+}
+"""In the order they are shown: what each says, and which way is better."""
+
+UNKNOWN = "not known"
+MAX_LISTED = 8
+"""Stages whose utilisation is told one by one."""
+Entry = tuple[float | None, str, str]
+"""Value, text and detail."""
+
+
+def _of_run(run: Run) -> dict[str, Entry]:
+    summary = run.summary
+    num_steps = len(run.metrics.steps)
+    return {
+        "Training loss": _training_loss(run),
+        "Held-out loss": _held_out_loss(run),
+        "Throughput": _throughput(run),
+        "Utilisation": _utilisation(run),
+        "Delay": _delay(run),
+        "Weight versions": _count(number(summary, "live_weight_versions")),
+        "Peak memory": _memory(run),
+        "Progress": _progress(run, num_steps),
+    }
+
+
+def _training_loss(run: Run) -> Entry:
+    losses = run.metrics.column("loss")
+    first, last = number(run.summary, "first_loss"), number(run.summary, "last_loss")
+    known = losses[np.isfinite(losses)]
+    if first is None and len(known):
+        first = float(known[0])
+    if last is None and len(known):
+        last = float(known[-max(1, len(known) // 20) :].mean())
+    if last is None or first is None:
+        return None, UNKNOWN, ""
+    return last, f"{last:.4f}", f"{first:.4f} at the first step"
+
+
+def _held_out_loss(run: Run) -> Entry:
+    steps, losses = run.metrics.validation_steps, run.metrics.validation_losses
+    known = np.isfinite(losses)
+    last = float(losses[known][-1]) if known.any() else None
+    loss = number(run.summary, "val_loss")
+    loss = last if loss is None else loss
+    if loss is None:
+        return None, UNKNOWN, ""
+    if known.sum() < 2:
+        return loss, f"{loss:.4f}", ""
+    lowest = losses[known].argmin()
+    return loss, f"{loss:.4f}", f"lowest {losses[known][lowest]:.4f} at step {steps[known][lowest]:,.0f}"
+
+
+def _throughput(run: Run) -> Entry:
+    tokens, seconds = run.metrics.column("tokens"), run.metrics.column("seconds")
+    rate = number(run.summary, "tokens_per_second")
+    total = number(run.summary, "seconds") or float(np.nansum(seconds))
+    if rate is None and total > 0 and np.isfinite(tokens).any():
+        rate = float(np.nanmax(tokens)) / total
+    if rate is None:
+        return None, UNKNOWN, ""
+    return rate, f"{rate:,.0f} tokens/s", f"in {duration(total)}"
+
+
+def _utilisation(run: Run) -> Entry:
+    per_stage = numbers(run.summary, "utilisation", "per_stage")
+    if not per_stage:  # a run that goes on: as of its latest step
+        columns = run.metrics.group("utilisations").values()
+        per_stage = [float(column[-1]) if np.isfinite(column[-1]) else None for column in columns]
+    known = [value for value in per_stage if value is not None]
+    if not known:
+        return None, UNKNOWN, ""
+    mean = sum(known) / len(known)
+    expected = number(run.summary, "expected_utilisation", "mean")
+    some = ", ".join("-" if value is None else f"{100 * value:.1f}" for value in per_stage[:MAX_LISTED])
+    stages = f"by stage {some}{', ...' if len(per_stage) > MAX_LISTED else ''}"
+    return mean, percent(mean), stages if expected is None else f"{percent(expected)} expected; {stages}"
+
+
+def _delay(run: Run) -> Entry:
+    low, high = number(run.summary, "delay", "min"), number(run.summary, "delay", "max")
+    seen = run.metrics.column("delay")
+    if (low is None or high is None) and np.isfinite(seen).any():
+        low = high = float(seen[np.isfinite(seen)][-1])
+    if low is None or high is None:
+        return None, UNKNOWN, ""
+    text = f"{high:g}" if low == high else f"{low:g} to {high:g}"
+    return high, text, "steps on every stage" if low == high else "steps, by stage"
+
+
+def _count(value: float | None) -> Entry:
+    return (None, UNKNOWN, "") if value is None else (value, f"{value:g}", "at most, on a stage")
+
+
+def _memory(run: Run) -> Entry:
+    per_stage = [value for value in numbers(run.summary, "peak_memory_bytes") if value is not None]
+    if not per_stage:
+        return None, UNKNOWN, ""
+    if shares_memory(run):
+        return max(per_stage), size(max(per_stage)), "one process, all stages"
+    return max(per_stage), size(max(per_stage)), f"{size(sum(per_stage))} over all stages"
+
+
+def shares_memory(run: Run) -> bool:
+    """Stages that are threads on a CPU see the memory of their one process."""
+    return run.config.get("pipeline.transport") == "thread" and run.config.get("train.device", "cpu") == "cpu"
+
+
+def _progress(run: Run, num_steps: int) -> Entry:
+    planned = number(run.config, "train.steps") or number(run.summary, "steps")
+    made = int(run.metrics.steps[-1]) if num_steps else 0
+    text = f"{made:,} steps" if planned is None else f"{made:,} of {planned:,.0f} steps"
+    tokens = run.metrics.column("tokens")
+    known = tokens[np.isfinite(tokens)]
+    return float(made), text, f"{known.max():,.0f} tokens" if len(known) else ""
+
+
+# ---- values out of trees that may lack them, and values as they are read
+
+
+def number(tree: Any, *path: str) -> float | None:
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    if isinstance(tree, bool) or not isinstance(tree, (int, float)) or not math.isfinite(tree):
+        return None
+    return float(tree)
+
+
+def numbers(tree: Any, *path: str) -> list[float | None]:
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return [number({"": item}, "") for item in tree] if isinstance(tree, list) else []
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}\u00a0%"
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,131 @@
+"""From runs to the page: what every tab shows, as data, and the HTML, style and script around it.
+
+Nothing that comes from a file is ever markup: data travels as JSON, in which no `<` is left, the script makes text
+nodes of it, and a policy in the page lets no script run but ours and no request leave.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import string
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from .charts import charts
+from .figures import Figure, figures, number
+from .read import Run
+from .series import MAX_POINTS, evenly, short
+from .stages import memory, stage_table, time_split, timeline
+
+SCRIPTS = ("charts.js", "timeline.js", "page.js")
+CLOCK_POINTS = 400
+"""To turn steps into tokens and seconds: both grow steadily, so a few are enough."""
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole document."""
+    folder = files(__package__)
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    template = string.Template((folder / "page.html").read_text(encoding="utf-8"))
+    data = page_data(runs)
+    return template.substitute(
+        title=html.escape(data["title"]),
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        data=as_json(data),
+    )
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy wants it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def as_json(data: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    charts_by_tab = charts(runs)
+    lines = [line for tab in charts_by_tab.values() for chart in tab for line in chart["series"]]
+    return {
+        "title": ", ".join(run.name for run in runs),
+        "runs": [_run(run) for run in runs],
+        "figures": [_figure(figure) for figure in figures(runs)],
+        "charts": charts_by_tab,
+        "maxPoints": MAX_POINTS if any(line["means"] for line in lines) else None,
+        "splits": [time_split(run) for run in runs],
+        "stages": [stage_table(run) for run in runs],
+        "timelines": [timeline(run) for run in runs],
+        "memory": [memory(run) for run in runs],
+        "config": _config(runs),
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    summary, config = run.summary, run.config
+    stages, microbatches = (number(config, f"pipeline.{name}") for name in ("stages", "microbatches"))
+    parameters = number(summary, "parameters")
+    facts = [
+        config.get("pipeline.schedule"),
+        f"{stages:g} stages of {microbatches:g} microbatches a step" if stages and microbatches else None,
+        f"{parameters:,.0f} parameters" if parameters else None,
+        config.get("optimizer.name"),
+        config.get("train.device"),
+        f"torch {summary['torch']}" if "torch" in summary else None,
+    ]
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "facts": [str(fact) for fact in facts if fact],
+        "notes": list(run.notes),
+        "isFinished": bool(summary),
+        "clock": _clock(run),
+    }
+
+
+def _clock(run: Run) -> dict[str, list[float | None]]:
+    """Steps, tokens and seconds side by side, from the start of the run."""
+    metrics = run.metrics
+    kept = evenly(len(metrics.steps), CLOCK_POINTS)
+    seconds = np.cumsum(np.nan_to_num(metrics.column("seconds")))
+    tokens = np.maximum.accumulate(np.nan_to_num(metrics.column("tokens")))
+    columns = {"steps": metrics.steps, "tokens": tokens, "seconds": seconds}
+    return {name: [0, *map(short, column[kept])] for name, column in columns.items()}
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    return {
+        "label": figure.label,
+        "meaning": figure.meaning,
+        "values": figure.texts,
+        "details": figure.details,
+        "best": figure.best,
+    }
+
+
+def _config(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every setting of any run; null where a run has no value for it."""
+    paths = {path: None for run in runs for path in run.config}
+    rows = []
+    for path in paths:
+        values = [None if run.config.get(path) is None else _value(run.config[path]) for run in runs]
+        rows.append({"path": path, "values": values, "differs": len(set(values)) > 1})
+    return rows
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (bool, list)):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
