@@ -143,6 +143,28 @@ PRESETS: dict[str, ModelConfig] = {
         rope_base=500000.0,
         tied_embeddings=True,
     ),
+    # To plan with: Llama-3-8B's shape with 40 blocks instead of 32, 9.8B parameters, and Llama-3-70B's, 70.6B. Both are
+    # for 4096 positions.
+    "10b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=4096,
+        num_layers=40,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14336,
+        rope_base=500000.0,
+    ),
+    "70b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        hidden_dim=28672,
+        rope_base=500000.0,
+    ),
 }
 
 

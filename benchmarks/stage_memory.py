@@ -1,0 +1,252 @@
+"""One stage of a pipeline, alone on its device: the memory that was predicted for it, beside what it took.
+
+    python benchmarks/stage_memory.py --device cuda --preset 1b --stage 0
+    python benchmarks/stage_memory.py --device cuda --preset 1b --stage 3
+    python benchmarks/stage_memory.py --device cpu --preset tiny --stages 2 --stage 1
+
+The stage is the program's own: Pipeline, versions, update, executor. Its neighbours are played by a transport that
+hands it random activations and gradients, keeps messages as long as links between processes do, and lets the sums over
+stages arrive only after the next backward, as they do where the other stages are later. Weights are random, so the loss
+means nothing.
+
+Measured on CUDA is torch.cuda.max_memory_allocated, over all steps and not counting the building of the stage; on the
+CPU the most bytes of live tensors, which leaves out what kernels allocate inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+
+from slipstream import Pipeline
+from slipstream.config import Config, EvaluationSection, ModelSection, OptimizerSection, TrainSection, model_config
+from slipstream.model import decoder, initialise, layer_costs, next_token_loss
+from slipstream.parts import parameter_groups
+from slipstream.pipeline import partition
+from slipstream.pipeline.comm import Gathering, Transport
+from slipstream.pipeline.link import Link, Message, Waiting
+from slipstream.plan.live import LiveBytes
+from slipstream.plan.memory import MemoryModel, Stage, StageMemory
+from slipstream.plan.predict import FLUSHING, StageCosts, predict
+
+GIB = 2**30
+
+
+class Alone(Transport):
+    """A stage's view of others that are not there."""
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        shape: tuple[int, ...],
+        device: torch.device,
+        num_microbatches: int,
+        live: LiveBytes | None,
+    ) -> None:
+        self.stage, self.num_stages, self.timeout_seconds = stage, num_stages, 60.0
+        self.backward = threading.Condition()
+        self.num_backwards = 0
+        self._num_microbatches, self._live = num_microbatches, live
+        self._watched = {threading.get_ident()}
+        self.forward_in = InLink(self, shape, device, 1.0)
+        self.forward_out = OutLink(self)
+        self.backward_in = InLink(self, shape, device, 1e-6, counts=True)
+        self.backward_out = OutLink(self, counts=stage == num_stages - 1)
+
+    def count_backward(self) -> None:
+        with self.backward:
+            self.num_backwards += 1
+            self.backward.notify_all()
+
+    def wait_for_next_backward(self) -> None:
+        """The update of a batch, in its own thread, waits until the next batch has begun to make gradients."""
+        if threading.current_thread() is not threading.main_thread():
+            with self.backward:
+                self.backward.wait_for(lambda: self.num_backwards % self._num_microbatches != 0, timeout=5.0)
+
+    def open_group(self, stages: tuple[int, ...]) -> None:
+        pass
+
+    def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
+        if self._live is not None and threading.get_ident() not in self._watched:
+            self._watched.add(threading.get_ident())
+            self._live.watch().__enter__()  # for as long as the thread lives
+        return AloneGathering(self, tensor, len(stages))
+
+    def fail(self, message: str) -> str:
+        return message
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class AloneGathering(Gathering):
+    """All stages have what this one has. Room for their tensors is taken at once, as torch.distributed wants it."""
+
+    def __init__(self, transport: Alone, tensor: Tensor, num_stages: int) -> None:
+        self._transport, self._tensor = transport, tensor
+        self._gathered = [torch.empty_like(tensor) for _ in range(num_stages)]
+
+    def wait(self, waiting: Waiting) -> list[Tensor]:
+        self._transport.wait_for_next_backward()
+        for copy in self._gathered:
+            copy.copy_(self._tensor)
+        return self._gathered
+
+
+class InLink(Link):
+    def __init__(
+        self, transport: Alone, shape: tuple[int, ...], device: torch.device, scale: float, counts: bool = False
+    ) -> None:
+        self._transport, self._shape, self._device, self._scale, self._counts = transport, shape, device, scale, counts
+        self._posted: deque[Tensor] = deque()
+
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        raise AssertionError("nothing is sent on a link that comes in")
+
+    def expect(self, kind: str) -> None:
+        self._posted.append(torch.empty(self._shape, device=self._device).normal_(0, self._scale))
+
+    def take(self, waiting: Waiting) -> Message:
+        if self._counts:
+            self._transport.count_backward()
+        return (self._posted.popleft(),)
+
+
+class OutLink(Link):
+    def __init__(self, transport: Alone, counts: bool = False) -> None:
+        self._transport, self._counts = transport, counts
+        self._sending: deque[Message] = deque()
+
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        self._sending.append(message)
+        while len(self._sending) > self._transport.max_under_way:
+            self._sending.popleft()
+        if self._counts:
+            self._transport.count_backward()
+
+    def expect(self, kind: str) -> None:
+        raise AssertionError("nothing comes in on a link that goes out")
+
+    def take(self, waiting: Waiting) -> Message:
+        raise AssertionError("nothing comes in on a link that goes out")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="1b")
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatch-size", type=int, default=1)
+    parser.add_argument("--sequence-length", type=int, default=None)
+    parser.add_argument("--schedule", default="two_bw", choices=("two_bw", "one_f_one_b", "gpipe", "paci"))
+    parser.add_argument("--optimizer", default="muon")
+    parser.add_argument("--error-feedback", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    return parser.parse_args()
+
+
+def configure(given: argparse.Namespace) -> Config:
+    return Config(
+        model=ModelSection(preset=given.preset, sequence_length=given.sequence_length),
+        optimizer=OptimizerSection(name=given.optimizer, error_feedback=given.error_feedback),
+        train=TrainSection(microbatch_size=given.microbatch_size, device=given.device),
+        evaluation=EvaluationSection(batches=0),
+    )
+
+
+def predict_memory(given: argparse.Namespace, config: Config, sizes: list[int]) -> StageMemory:
+    alike = (1.0,) * given.stages
+    prediction = predict(given.schedule, StageCosts(alike, alike, alike), given.microbatches)
+    stage = Stage(
+        index=given.stage,
+        num_stages=given.stages,
+        first_layer=sum(sizes[: given.stage]),
+        num_layers=sizes[given.stage],
+        versions=prediction.weight_versions[given.stage],
+        delay=prediction.delay[given.stage],
+        in_flight=prediction.in_flight[given.stage],
+        max_in_flight=max(prediction.in_flight),
+        background_update=given.schedule == "two_bw",
+        flushes=given.schedule in FLUSHING,
+    )
+    model = MemoryModel(config, model_config(config, 0), given.device)
+    return model.stage_memory(stage, given.microbatch_size)
+
+
+def measure_memory(given: argparse.Namespace, config: Config, sizes: list[int]) -> int:
+    model, device, live = model_config(config, 0), torch.device(given.device), LiveBytes()
+    shape = (given.microbatch_size, model.sequence_length, model.dim)
+    counts = live if given.device == "cpu" else None
+    transport = Alone(given.stage, given.stages, shape, device, given.microbatches, counts)
+
+    with torch.device("meta"):
+        whole = decoder(model)
+
+    def prepare(layers: nn.Sequential) -> None:
+        layers.to_empty(device=device)
+        initialise(layers, model, seed=0)
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(model.vocab_size, (given.microbatch_size, model.sequence_length))
+        return ids, ids
+
+    def run() -> None:
+        pipeline = Pipeline(
+            transport,
+            whole,
+            data=data,
+            loss=next_token_loss,
+            optimizer=parameter_groups(config),
+            num_microbatches=given.microbatches,
+            num_steps=given.steps,
+            schedule=given.schedule,
+            layers_per_stage=sizes,
+            prepare=prepare,
+            device=device,
+        )
+        live.restart_peak()
+        if given.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in pipeline.run():
+            pass
+
+    if given.device == "cuda":
+        run()
+        return torch.cuda.max_memory_allocated()
+    with live.watch():
+        run()
+    return live.peak
+
+
+def main() -> None:
+    given = parse()
+    config = configure(given)
+    model = model_config(config, 0)
+    sizes = partition(layer_costs(model, model.sequence_length), given.stages)
+    predicted = predict_memory(given, config, sizes)
+    print(
+        f"{given.preset}, {given.schedule}, stage {given.stage} of {given.stages} ({sizes[given.stage]} of "
+        f"{sum(sizes)} layers), {given.microbatches} microbatches of {given.microbatch_size} x "
+        f"{model.sequence_length}, {given.optimizer}, {given.device}, torch {torch.__version__}"
+    )
+    for name, value in vars(predicted).items():
+        print(f"  {name:12} {value / GIB:9.4f} GiB")
+    measured = measure_memory(given, config, sizes)
+    print(f"predicted    {predicted.total / GIB:9.4f} GiB, at most {predicted.most / GIB:.4f}")
+    print(f"measured     {measured / GIB:9.4f} GiB")
+    print(f"error        {predicted.total / measured - 1:+9.1%}, at most {predicted.most / measured - 1:+.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What to do, in a few sentences, from what a search found."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import Config
+from .search import ALIKE, DATA_PARALLEL, Option, Search
+
+GIB = 2**30
+PREFERENCE = ("one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
+"""Among schedules that are equally fast: no delay, then one that is the same everywhere and can be made up for."""
+MUCH = 0.05
+"""A difference in speed that is worth a sentence."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    sentences: tuple[str, ...]
+    choice: Option | None
+    """What they recommend; None if nothing fits."""
+    command: str | None
+    """What to type next."""
+
+
+def advise(search: Search, options: Mapping[str, Option | str], given: Given) -> Advice:
+    found = {name: option for name, option in options.items() if isinstance(option, Option)}
+    fitting = {name: option for name, option in found.items() if option.fits}
+    whole = fitting.pop(DATA_PARALLEL, None)
+    runnable = [option for option in fitting.values() if option.is_runnable]
+    fastest = max((option.tokens_per_second for option in runnable), default=0.0)
+    alike = [option for option in runnable if option.tokens_per_second >= (1 - ALIKE) * fastest]
+    best = min(alike, key=lambda option: PREFERENCE.index(option.schedule), default=None)
+    if whole is not None:
+        return _use_one_stage(search, whole, best, given)
+    if best is not None:
+        return _use_pipeline(search, best, fitting, found, given)
+    return _nothing_fits(search, found)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was typed, to be typed again."""
+
+    path: str | None
+    default: Config
+    config: Config
+    device: str
+
+
+def _use_one_stage(search: Search, whole: Option, best: Option | None, given: Given) -> Advice:
+    num_devices = search.cluster.num_devices
+    size = f"{_gib(whole.memory[0].most)} of {_gib(search.cluster.memory)} GiB"
+    if num_devices == 1:
+        sentences = [f"The model fits on the one device ({size}): there is nothing to cut."]
+    else:
+        sentences = [
+            f"Pipeline parallelism is the wrong tool here: the model fits on one device ({size}). Use data parallelism "
+            "or FSDP on all of them: no bubble, no delay, no cut to balance.",
+            "The trainer has no data parallelism yet: it trains this model on one device, with one stage.",
+        ]
+    if best is not None and best.tokens_per_second > (1 + MUCH) * whole.tokens_per_second:
+        gain = best.tokens_per_second / whole.tokens_per_second - 1
+        sentences.append(
+            f"{best.schedule} on {best.num_stages} stages is predicted {gain:.0%} faster than plain replicas, each of "
+            "which sums all gradients and makes the whole update, where a pipeline shares it among its stages."
+        )
+    return Advice(tuple(sentences), whole, _command(whole, given))
+
+
+def _use_pipeline(
+    search: Search, best: Option, fitting: Mapping[str, Option], found: Mapping[str, Option], given: Given
+) -> Advice:
+    whole = found.get(DATA_PARALLEL)
+    largest = best.memory[best.largest_stage]
+    replicas = f" in each of {best.num_replicas} replicas" if best.num_replicas > 1 else ""
+    too_large = "" if whole is None else f"One device would need {_gib(whole.memory[0].most)} GiB. "
+    limit = _gib(search.cluster.memory)
+    late = max(best.prediction.delay)
+    sentences = [
+        f"{too_large}Use {best.schedule} on {best.num_stages} stages{replicas}: {best.tokens_per_second:,.0f} "
+        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(largest.most)} of {limit} GiB, on stage "
+        f"{best.largest_stage}." + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
+    ]
+    others = [fitting[name] for name in ("one_f_one_b", "gpipe") if name in fitting and name != best.schedule]
+    if others and late:
+        gain = best.tokens_per_second / others[0].tokens_per_second - 1
+        sentences.append(f"That is {gain:.1%} faster than {others[0].schedule}, which has no delay.")
+    fastest = max(fitting.values(), key=lambda option: option.tokens_per_second)
+    if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
+        gain = fastest.tokens_per_second / best.tokens_per_second - 1
+        sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
+    idle = search.cluster.num_devices - best.num_devices
+    if best.num_replicas > 1:
+        sentences.append(
+            f"The trainer runs one replica today: {best.num_stages} of the {search.cluster.num_devices} devices, "
+            f"{best.tokens_per_second / best.num_replicas:,.0f} tokens/s and a batch of "
+            f"{best.num_microbatches * best.microbatch_size} sequences."
+        )
+    elif idle:
+        sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
+    return Advice(tuple(sentences), best, _command(best, given))
+
+
+def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
+    pipelines = [option for name, option in found.items() if name != DATA_PARALLEL] or list(found.values())
+    if not pipelines:
+        reason = "no schedule can be played with this batch: give another with --batch-tokens"
+        return Advice((f"Nothing can be planned: {reason}.",), None, None)
+    least = min(pipelines, key=lambda option: option.memory[option.largest_stage].most)
+    memory = least.memory[least.largest_stage]
+    sentences = [
+        f"Nothing fits into {_gib(search.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
+        f"{least.schedule} on {least.num_stages} stages ({_parts(memory)})."
+    ]
+    for schedule in ("two_bw", "one_f_one_b"):
+        more = search.more_devices(schedule)
+        if more is not None:
+            sentences.append(
+                f"It needs more devices: {schedule} on {more.num_stages} stages would take "
+                f"{_gib(more.memory[more.largest_stage].most)} GiB of each."
+            )
+            break
+    else:
+        sentences.append(
+            "More devices alone do not help: the first stage of a pipeline holds a microbatch for every stage, in all "
+            "the activations of one through the whole model. Use a smaller model.sequence_length, devices with more "
+            "memory, or tensor parallelism or recomputed activations, which the trainer does not have."
+        )
+    return Advice(tuple(sentences), None, None)
+
+
+def _parts(memory: Any) -> str:
+    names = ("weights", "gradients", "optimizer", "activations", "messages")
+    parts = [f"{_gib(getattr(memory, name))} {name}" for name in names]
+    return ", ".join([*parts, f"{_gib(memory.work + memory.overlap)} work space"])
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3f}"
+
+
+def _command(option: Option, given: Given) -> str:
+    """`slipstream train` with what was given and what was found."""
+    chosen: dict[str, Any] = {
+        "pipeline.schedule": "two_bw" if option.schedule == "two_bw_double" else option.schedule,
+        "pipeline.depth": "double" if option.schedule == "two_bw_double" else "minimum",
+        "pipeline.stages": option.num_stages,
+        "pipeline.microbatches": option.num_microbatches,
+        "pipeline.layers_per_stage": option.layers_per_stage,
+        "train.microbatch_size": option.microbatch_size,
+        "train.device": given.device,
+    }
+    if option.schedule == DATA_PARALLEL:
+        chosen["pipeline.schedule"] = "one_f_one_b"
+    if option.schedule == "paci":
+        chosen["optimizer.error_feedback"] = 0.0
+    words = ["slipstream", "train", *([given.path] if given.path else [])]
+    for section in dataclasses.fields(Config):
+        for member in dataclasses.fields(getattr(given.config, section.name)):
+            path = f"{section.name}.{member.name}"
+            default = getattr(getattr(given.default, section.name), member.name)
+            value = chosen.get(path, getattr(getattr(given.config, section.name), member.name))
+            if value != default:
+                words += [f"--{path.replace('_', '-')}", *_words(value)]
+    return shlex.join(words)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    if isinstance(value, dict):
+        return [str(word) for pair in value.items() for word in pair]
+    return [str(value)]

@@ -1,0 +1,298 @@
+"""`slipstream plan` and `slipstream profile`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from ..arguments import UsageError, parse
+from ..config import Config, ConfigError, load_toml, model_config, validate
+from ..metrics import Screen
+from ..model import ModelConfig
+from ..parts import parameter_groups
+from ..pipeline import under_torchrun
+from .advice import Advice, Given, advise
+from .costs import DeviceKind, ModelCosts, estimate, find_device
+from .memory import MemoryModel
+from .predict import SCHEDULES
+from .profile import KINDS, Profile, measure_profile, read_profile, write_profile
+from .search import DATA_PARALLEL, Cluster, Option, Search
+from .show import can_draw, draw_plan, plan_table, plan_tree, profile_table
+
+GIB = 2**30
+SEQUENCES_PER_DEVICE = 8
+"""Of a batch that nobody chose: enough to fill a pipeline."""
+MAX_DEVICES = 100_000
+
+Arguments = TypeVar("Arguments", bound=Config)
+
+
+@dataclass(frozen=True)
+class PlanArguments(Config):
+    """Predicts step time and memory of every schedule for a model and a number of devices, and recommends one.
+
+    CONFIG.toml and --section.field are those of `slipstream train`. Of [pipeline] nothing is used but the batch:
+    stages, microbatches and cuts are what is looked for. All figures are for float32, which is what the trainer does.
+    """
+
+    devices: int = 0
+    """How many there are."""
+    memory: float | None = None
+    """GiB of one device that a run may take; by default what its data sheet says, or a core's share of this machine."""
+    device_kind: str | None = None
+    """h200, h100, a100, or cpu: one core of this machine. By default what the profile was measured on, or h200."""
+    latency_us: float = 0.0
+    """Microseconds that a message between two stages takes, whatever its size."""
+    bandwidth_gbps: float | None = None
+    """Gigabits per second of the link between two devices, in one direction; by default NVLink's."""
+    batch_tokens: int | None = None
+    """Tokens to a step, over all devices. By default the configuration's, or 8 sequences per device if that is more."""
+    efficiency: float = 0.5
+    """The share of a device's peak that matrix products reach: for estimates, where there is no profile."""
+    profile: Path | None = None
+    """What `slipstream profile` wrote: measured costs instead of estimates."""
+    json: Path | None = None
+    """Where to write everything, every stage's memory included."""
+    figure: Path | None = None
+    """Where to draw the steps, and the memory of every stage: .png or .svg."""
+
+
+@dataclass(frozen=True)
+class ProfileArguments(Config):
+    """Measures what every layer of a model costs on this device, for `slipstream plan --profile`.
+
+    CONFIG.toml and --section.field are those of `slipstream train`; --train.device, --train.microbatch-size, the model
+    and the optimizer are what matters.
+    """
+
+    output: Path = Path("profile.json")
+    """Where to write it."""
+
+
+def plan(arguments: list[str]) -> None:
+    given, path, default = _parse(PlanArguments, arguments, "plan")
+    config = _config(given)
+    screen = Screen()
+    model = _model(config)
+    _check_plan(given)
+    profile = read_profile(given.profile) if given.profile else None
+    device = _device(given, profile)
+    costs = _costs(given, config, model, device, profile)
+    memory = device.memory if given.memory is None else given.memory * GIB
+    if not memory:
+        raise UsageError("memory is missing, and this system does not say how much it has: give --memory GIB")
+    bandwidth = device.link_bandwidth if given.bandwidth_gbps is None else given.bandwidth_gbps * 1e9 / 8
+    search = Search(
+        config,
+        model,
+        costs,
+        Cluster(given.devices, memory, given.latency_us / 1e6, bandwidth),
+        _batch_size(given, config, model),
+        MemoryModel(config, model, "cpu" if device.name == "cpu" else "cuda"),
+    )
+    options = _search(search)
+    train_device = "cpu" if device.name == "cpu" else "cuda"
+    advice = advise(search, options, Given(path, default, config, train_device))
+    _print(screen, search, device, options, advice)
+    _write(given, search, options, advice, screen)
+
+
+def profile(arguments: list[str]) -> None:
+    given, _, _ = _parse(ProfileArguments, arguments, "profile")
+    config = _config(given)
+    model = _model(config)
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
+    if under_torchrun():
+        raise UsageError("slipstream profile is one process: start it without torchrun")
+    _check_folder("output", given.output)
+    with _progress() as progress:
+        task = progress.add_task("profiling", total=len(KINDS))
+
+        def tell(kind: str) -> None:
+            progress.update(task, description=f"timing the {kind}", completed=KINDS.index(kind))
+
+        measured = measure_profile(config, model, tell)
+    _to_file("output", given.output, lambda: write_profile(measured, given.output))
+    _print_table(profile_table(measured))
+    Screen().print(
+        f"{measured.device}, torch {measured.torch}, {config.optimizer.name}, microbatches of "
+        f"{measured.microbatch_size} x {model.sequence_length} tokens, {measured.message / 2**20:.2f} MiB a message\n"
+        f"{given.output}: for slipstream plan --profile {given.output}"
+    )
+
+
+def _parse(cls: type[Arguments], arguments: list[str], name: str) -> tuple[Arguments, str | None, Config]:
+    default, path = Config(), None
+    try:
+        if arguments and not arguments[0].startswith("-"):
+            path = arguments.pop(0)
+            default = load_toml(Path(path))
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    sections = {member.name: getattr(default, member.name) for member in fields(Config)}
+    given = parse(cls, arguments, f"slipstream {name} [CONFIG.toml]", inspect.getdoc(cls) or "", cls(**sections))
+    return given, path, default
+
+
+def _config(given: Config) -> Config:
+    config = Config(**{member.name: getattr(given, member.name) for member in fields(Config)})
+    try:
+        validate(config)
+        parameter_groups(config)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    return config
+
+
+def _model(config: Config) -> ModelConfig:
+    try:
+        return model_config(config, corpus_vocab_size=0)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_plan(given: PlanArguments) -> None:
+    if not 1 <= given.devices <= MAX_DEVICES:
+        problem = "is missing" if given.devices == 0 else f"= {given.devices} cannot be"
+        raise UsageError(f"devices {problem}: say how many there are, --devices 8, up to {MAX_DEVICES:,}")
+    for name in ("memory", "bandwidth_gbps"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} = {value} cannot be: use a number above 0")
+    if not 0 <= given.latency_us < math.inf:
+        raise UsageError(f"latency_us = {given.latency_us} is no time: use a number of 0 or more")
+    if not 0 < given.efficiency <= 1:
+        raise UsageError(f"efficiency = {given.efficiency} is no share of a peak: use more than 0, and at most 1")
+    for name in ("json", "figure"):
+        if getattr(given, name) is not None:
+            _check_folder(name, getattr(given, name))
+    if given.figure is not None:
+        if given.figure.suffix not in (".png", ".svg"):
+            raise UsageError(f"figure = {str(given.figure)!r} is neither .png nor .svg: name one of those")
+        if not can_draw():
+            raise UsageError('figure needs matplotlib: pip install "slipstream[plot]", or leave it out')
+
+
+def _check_folder(name: str, path: Path) -> None:
+    if not path.parent.is_dir() or path.is_dir():
+        reason = "is a folder" if path.is_dir() else f"has no folder {str(path.parent)!r} to go to"
+        raise UsageError(f"{name} = {str(path)!r} {reason}: name a file in a folder that exists")
+
+
+def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
+    if given.device_kind is not None:
+        return find_device(given.device_kind)
+    if profile is None:
+        return find_device("h200")
+    if profile.device.startswith("cpu"):
+        return find_device("cpu")
+    known = [kind for kind in ("h200", "h100", "a100") if kind in profile.device.lower()]
+    if not known:
+        raise UsageError(
+            f"device_kind is missing, and {profile.device!r} of the profile is unknown: give --device-kind"
+        )
+    return find_device(known[0])
+
+
+def _costs(
+    given: PlanArguments, config: Config, model: ModelConfig, device: DeviceKind, profile: Profile | None
+) -> ModelCosts:
+    if profile is None:
+        return estimate(config, model, device, given.efficiency)
+    assert given.profile is not None
+    if (profile.optimizer, profile.dtype) != (config.optimizer.name, config.train.dtype):
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of {profile.optimizer} in {profile.dtype}, not of "
+            f"{config.optimizer.name} in {config.train.dtype}: run slipstream profile with these options"
+        )
+    return profile.costs(model, given.profile)
+
+
+def _batch_size(given: PlanArguments, config: Config, model: ModelConfig) -> int:
+    if given.batch_tokens is None:
+        return max(config.pipeline.microbatches * config.train.microbatch_size, SEQUENCES_PER_DEVICE * given.devices)
+    size, rest = divmod(given.batch_tokens, model.sequence_length)
+    if rest or size < 1:
+        nearest = max(1, round(given.batch_tokens / model.sequence_length)) * model.sequence_length
+        raise UsageError(
+            f"batch_tokens = {given.batch_tokens} is no multiple of model.sequence_length = {model.sequence_length}: "
+            f"use {nearest}"
+        )
+    return size
+
+
+def _search(search: Search) -> dict[str, Option | str]:
+    names = (DATA_PARALLEL, *SCHEDULES)
+    options: dict[str, Option | str] = {}
+    with _progress() as progress:
+        task = progress.add_task("planning", total=len(names))
+        for name in names:
+            progress.update(task, description=f"planning {name}")
+            options[name] = search.best(name)
+            progress.advance(task)
+    return options
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _print(
+    screen: Screen, search: Search, device: DeviceKind, options: dict[str, Option | str], advice: Advice
+) -> None:
+    cluster, model = search.cluster, search.model
+    screen.print(
+        f"{search.config.model.preset}: {search.num_parameters:,} parameters in {model.num_layers + 2} layers, "
+        f"{search.config.train.dtype}, {search.config.optimizer.name}\n"
+        f"{cluster.num_devices} x {device.name} with {cluster.memory / GIB:.4g} GiB, links of "
+        f"{cluster.bandwidth * 8 / 1e9:,.0f} Gb/s and {cluster.latency * 1e6:g} us\n"
+        f"a step of {search.batch_size * model.sequence_length:,} tokens: {search.batch_size} sequences of "
+        f"{model.sequence_length}\n"
+        f"costs {search.costs.source}\n"
+    )
+    _print_table(plan_table(options, advice.choice))
+    screen.print("\nGiB: of the largest stage, the peak that is not exceeded; then its parts.\n")
+    for sentence in advice.sentences:
+        screen.print(sentence)
+    if advice.command:
+        screen.print(f"\n  {advice.command}")
+
+
+def _print_table(table: object) -> None:
+    """A file has no edge to run into."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)
+
+
+def _write(
+    given: PlanArguments, search: Search, options: dict[str, Option | str], advice: Advice, screen: Screen
+) -> None:
+    if given.json is not None:
+        path = given.json
+        text = json.dumps(plan_tree(search, options, advice), indent=2) + "\n"
+        _to_file("json", path, lambda: path.write_text(text, encoding="utf-8"))
+        screen.print(f"{path}: every schedule, every stage")
+    if given.figure is not None:
+        drawing = given.figure
+        _to_file("figure", drawing, lambda: draw_plan(search, options, advice, drawing))
+        screen.print(f"{drawing}: the steps, and the memory of every stage")
+
+
+def _to_file(name: str, path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UsageError(f"{name} = {str(path)!r} cannot be written ({error.strerror}): choose another") from error

@@ -1,0 +1,183 @@
+"""What every layer costs: read from a profile, or estimated from FLOPs and a data sheet.
+
+    costs = estimate(config, model, find_device("h200"), efficiency=0.5)
+    costs.stages([6, 5, 5, 2], microbatch_size=1, latency=0.0)      # StageCosts, for predict
+
+An estimate is a matrix product's FLOPs over a share of the device's fp32 peak, and for what only moves numbers
+(looking up embeddings, most of an update) bytes over the memory's bandwidth. It says which schedule and which cut are
+better, and roughly how fast; `slipstream profile` says how fast.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..arguments import UsageError
+from ..config import Config
+from ..model import ModelConfig, decoder, layer_costs, layer_names
+from ..optim.groups import is_matrix
+from .predict import StageCosts
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    name: str
+    memory: float
+    """Bytes."""
+    flops: float
+    """Per second, in fp32 without tensor cores, which is what the trainer computes in."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    link_bandwidth: float
+    """Bytes per second in one direction, to a neighbour in the same machine."""
+
+
+DEVICE_KINDS = {
+    # NVIDIA's data sheets, SXM forms; NVLink is sold by the sum of both directions, here is one.
+    "h200": DeviceKind("h200", 141e9, 67e12, 4.8e12, 450e9),
+    "h100": DeviceKind("h100", 80e9, 67e12, 3.35e12, 450e9),
+    "a100": DeviceKind("a100", 80e9, 19.5e12, 2.039e12, 300e9),
+}
+
+
+def find_device(name: str) -> DeviceKind:
+    """ "cpu" is one core of this machine: it has no data sheet, and is measured in a moment."""
+    if name == "cpu":
+        return _measure_core()
+    if name not in DEVICE_KINDS:
+        raise UsageError(f"device_kind = {name!r} is unknown: choose one of {', '.join(DEVICE_KINDS)}, cpu")
+    return DEVICE_KINDS[name]
+
+
+def _measure_core() -> DeviceKind:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        square, vector = torch.ones(512, 512), torch.ones(2**22)
+        product = _shortest(lambda: square @ square)
+        copy = _shortest(vector.clone)
+    finally:
+        torch.set_num_threads(threads)
+    bandwidth = 2 * vector.nbytes / copy
+    try:
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):  # not every system says
+        memory = 0.0
+    return DeviceKind("cpu", memory / (os.cpu_count() or 1), 2 * 512**3 / product, bandwidth, bandwidth / 2)
+
+
+def _shortest(action: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds for one microbatch through one layer, and for its update."""
+
+    name: str
+    forward: float
+    backward_input: float
+    backward_weight: float
+    update: float
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    layers: tuple[LayerCost, ...]
+    """In the model's order, embedding and head included."""
+    microbatch_size: int
+    """That they were measured or estimated for. Other sizes are taken to cost in proportion."""
+    source: str
+    """Where they come from, in words."""
+    is_measured: bool
+
+    def stages(self, layers_per_stage: Sequence[int], microbatch_size: int, latency: float) -> StageCosts:
+        scale = microbatch_size / self.microbatch_size
+        parts, first = [], 0
+        for size in layers_per_stage:
+            parts.append(self.layers[first : first + size])
+            first += size
+        return StageCosts(
+            forward=tuple(scale * sum(layer.forward for layer in part) for part in parts),
+            backward_input=tuple(scale * sum(layer.backward_input for layer in part) for part in parts),
+            backward_weight=tuple(scale * sum(layer.backward_weight for layer in part) for part in parts),
+            update=tuple(sum(layer.update for layer in part) for part in parts),
+            latency=latency,
+        )
+
+
+def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency: float) -> ModelCosts:
+    size = config.train.microbatch_size
+    tokens, itemsize = size * model.sequence_length, getattr(torch, config.train.dtype).itemsize
+    flops = device.flops * efficiency
+    table = model.vocab_size * model.dim * itemsize
+    names, per_token = layer_names(model), layer_costs(model, model.sequence_length)
+    # The products of attention have no weights: their backward is all with respect to inputs.
+    attention = 2 * (model.sequence_length + 1) * model.num_heads * model.head_dim
+    message = tokens * model.dim * itemsize
+    embedding = LayerCost(
+        names[0],
+        forward=2 * message / device.memory_bandwidth,
+        backward_input=0.0,
+        backward_weight=3 * table / device.memory_bandwidth,  # a table of zeros, added to the gradient
+        update=0.0,
+    )
+    blocks = [
+        LayerCost(
+            name,
+            forward=tokens * cost / flops,
+            backward_input=tokens * (cost + attention) / flops,
+            backward_weight=tokens * (cost - attention) / flops,
+            update=0.0,
+        )
+        for name, cost in zip(names[1:-1], per_token[1:-1], strict=True)
+    ]
+    cost = tokens * per_token[-1] / flops
+    head = LayerCost(names[-1], cost, cost, cost, update=0.0)
+    parts = [_update_seconds(config, model, device, flops, i) for i in (0, 1, -1)]
+    updates = [parts[0], *[parts[1]] * model.num_layers, parts[2]]
+    layers = tuple(
+        replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)
+    )
+    what = "measured on one core just now" if device.name == "cpu" else "data sheet"
+    source = (
+        f"estimated: {efficiency:.0%} of {device.flops / 1e12:.3g} TFLOP/s in fp32 ({device.name}, {what}), "
+        f"{device.memory_bandwidth / 1e12:.3g} TB/s of memory"
+    )
+    return ModelCosts(layers, size, source, is_measured=False)
+
+
+def _update_seconds(config: Config, model: ModelConfig, device: DeviceKind, flops: float, index: int) -> float:
+    """Newton-Schulz's products, where Muon has them, and every number of weights, gradient and state some 12 times."""
+    with torch.device("meta"):
+        layer = decoder(replace(model, num_layers=1))[index]
+    prefix = {0: "embedding", -1: "head"}.get(index, "block")
+    seconds = 0.0
+    for name, parameter in layer.named_parameters():
+        seconds += 12 * parameter.numel() * getattr(torch, config.train.dtype).itemsize / device.memory_bandwidth
+        if config.optimizer.name == "muon" and is_matrix(f"{prefix}.{name}", parameter):
+            seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
+    return seconds
+
+
+def _newton_schulz_flops(parameter: nn.Parameter) -> float:
+    """X X^T, its square, and their product with X."""
+    short, long = sorted(parameter.shape[-2:])
+    return 2.0 * (2 * short * short * long + short**3)

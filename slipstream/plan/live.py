@@ -1,0 +1,149 @@
+"""Counts the bytes of tensors that are alive, and the most that ever were: what an allocator would say, on any device.
+
+    live = LiveBytes()
+    with live.watch():
+        loss = model(inputs).sum()
+    live.now, live.peak
+
+Every storage that an operation makes while a thread is watched counts until it is freed, wherever that happens. What
+existed before does not count, nor what a kernel allocates for itself. On the meta device storages have sizes and no
+memory, so a stage of any size is measured on a laptop; there, `fused_kernels` stands in for the kernels of a real
+device that keep less than the operations they replace.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # the one private name: torch has no public way to see this
+
+Kernels = Literal["cpu", "cuda"]
+
+
+class LiveBytes:
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._lock = threading.RLock()  # a storage may be freed in the middle of an operation of the same thread
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def watch(self) -> TorchDispatchMode:
+        """A context that counts what this thread makes in it. Several threads may share one count."""
+        return _Watch(self)
+
+    def restart_peak(self) -> None:
+        self.peak = self.now
+
+    def add(self, tensor: Tensor, counts: bool = True) -> None:
+        """counts: it was just made. Otherwise it is only remembered as something that is not new."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps one Python object for a storage as long as that lives
+        with self._lock:
+            if key in self._known:
+                return
+            size = storage.nbytes() if counts else 0
+            self._known[key] = weakref.ref(storage, lambda _: self._remove(key, size))
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _remove(self, key: int, size: int) -> None:
+        with self._lock:
+            self._known.pop(key, None)
+            self.now -= size
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self._live = live
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in _tensors((*args, *(kwargs or {}).values())):
+            self._live.add(tensor, counts=False)
+        result = function(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._live.add(tensor)
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+# ---- what real devices fuse
+
+
+@contextmanager
+def fused_kernels(kernels: Kernels) -> Iterator[None]:
+    """On the meta device, attention keeps what the device's fused kernel would, and on CUDA so do norms. The meta
+    device itself would compose both from small operations, and keep every length x length matrix of attention."""
+    with _Fused(kernels):
+        yield
+
+
+class _Fused(TorchFunctionMode):
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3], self._kernels)
+        if function is F.rms_norm and self._kernels == "cuda":
+            return _Norm.apply(args[0], kwargs["weight"] if "weight" in kwargs else args[2])
+        return function(*args, **kwargs)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps queries, keys, values, the output and one number per query and head. On CUDA that is the memory-efficient
+    kernel, the one for fp32, whose output lies in memory as the next layer reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Tensor:
+        batch, heads, length, width = query.shape
+        if kernels == "cuda":
+            output = query.new_empty(batch, length, heads, width).transpose(1, 2)
+            sums = query.new_empty(batch, heads, -(-length // 32) * 32, dtype=torch.float32)
+        else:
+            output = query.new_empty(batch, heads, length, width)
+            sums = query.new_empty(batch, length, heads)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.kernels = kernels
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, output, _ = ctx.saved_tensors
+        product = torch.empty_like(output) if ctx.kernels == "cuda" else None  # output times its gradient
+        results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        del product
+        return results
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

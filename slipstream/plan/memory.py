@@ -1,0 +1,328 @@
+"""How much memory one stage of a pipeline takes, counted before any stage exists.
+
+    model = MemoryModel(config, model_config(config, 0))
+    stage = Stage(num_stages=4, first_layer=0, num_layers=6, versions=2, delay=1, in_flight=4, ...)
+    model.stage_memory(stage, microbatch_size=1).total
+
+The stage's layers are built on the meta device and the program's own parts play there: forward, backward, the weight
+versions and the update, while `LiveBytes` counts. So what a stage keeps and what it needs for a moment are read off the
+code that will run, not off formulas. Blocks are all alike: stages of more than a few are extrapolated from fewer, which
+changes nothing but the time it takes.
+
+Four things are added by rule, as the code in pipeline/ has them: copies of the weights (versions.py), a second gradient
+while an update runs beside the next batch (executor.py), the sums over stages (reduction.py) and messages under way
+(comm.py). Left out: what kernels allocate inside, the CUDA context and what the allocator loses to fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arguments import UsageError
+from ..config import Config
+from ..model import ModelConfig, decoder, next_token_loss
+from ..optim.optimizer import STACK_ELEMENTS
+from ..parts import parameter_groups
+from ..pipeline.executor import LOOKAHEAD
+from ..pipeline.update import Updater
+from ..pipeline.versions import WeightVersions
+from .live import Kernels, LiveBytes, fused_kernels
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What its memory depends on, apart from the model."""
+
+    index: int
+    num_stages: int
+    first_layer: int
+    """Counted with the embedding as layer 0."""
+    num_layers: int
+    versions: int
+    """Weight versions that the schedule keeps here."""
+    delay: int
+    in_flight: float
+    """Most microbatches whose activations are held at once, in whole stages."""
+    max_in_flight: float
+    """Likewise, on the stage that has the most: links keep as many messages."""
+    background_update: bool
+    """two_bw: the update of one batch is made while the next one computes."""
+    flushes: bool
+    """No activations are held when the update is made."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes."""
+
+    weights: int
+    """All versions, masters, and the rotary tables."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of all microbatches in flight, messages between stages that they hold included."""
+    messages: int
+    """Announced and not yet taken, or sent and not yet let go."""
+    work: int
+    """What a backward or an update needs for a moment, whichever is more."""
+    overlap: int
+    """The smaller of the two, where both may happen at once: seldom, but a long run will see it."""
+
+    @property
+    def total(self) -> int:
+        """The peak to expect."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.messages + self.work
+
+    @property
+    def most(self) -> int:
+        """The peak that cannot be exceeded, kernels' own work space aside."""
+        return self.total + self.overlap
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One microbatch through a stage's layers."""
+
+    parameters: int
+    buffers: int
+    activations: int
+    """Alive between forward and backward."""
+    forward_work: int
+    """The peak of a forward, above what it leaves."""
+    backward_work: int
+    """The peak of a backward into gradients that are there already, above what it begins with."""
+
+
+@dataclass(frozen=True)
+class Update:
+    optimizer: int
+    """Its state."""
+    work: int
+    """The peak of an update, above what it begins with."""
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Remembers what it measured: a plan asks the same few questions many times."""
+
+    config: Config
+    model: ModelConfig
+    kernels: Kernels = "cpu"
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
+        has_embedding, num_blocks, has_head = self._layers(stage)
+        passes = self.passes(has_embedding, num_blocks, has_head, microbatch_size)
+        separate = self._separate_masters(stage)
+        update = self.update(has_embedding, num_blocks, has_head, separate)
+        copies = stage.versions + separate
+        activations = round(stage.in_flight * passes.activations)
+        reduction_held, reduction_work = self._reduction(stage, has_embedding, has_head)
+        compute_work = max(passes.forward_work, passes.backward_work)
+        update_work = max(update.work, reduction_held + reduction_work)
+        if stage.background_update:
+            # The others' copies of tied gradients are waited for while the next microbatches compute.
+            work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
+        else:  # the update comes between two microbatches: the last one's activations are gone, or all of them
+            freed = activations if stage.flushes else passes.activations
+            work, overlap = max(compute_work, update_work - freed), 0
+        return StageMemory(
+            weights=copies * passes.parameters + passes.buffers,
+            gradients=passes.parameters * (2 if stage.background_update else 1),
+            optimizer=update.optimizer,
+            activations=activations,
+            messages=self._messages(stage, microbatch_size),
+            work=work,
+            overlap=overlap,
+        )
+
+    def _layers(self, stage: Stage) -> tuple[bool, int, bool]:
+        has_embedding = stage.first_layer == 0
+        has_head = stage.first_layer + stage.num_layers == self.model.num_layers + 2
+        return has_embedding, stage.num_layers - has_embedding - has_head, has_head
+
+    def _separate_masters(self, stage: Stage) -> bool:
+        """As Pipeline decides it."""
+        predicts = self.config.optimizer.error_feedback != 0 and stage.delay > 0
+        return stage.versions > 1 and (predicts or (self.config.train.track_alignment and stage.versions == 2))
+
+    def _reduction(self, stage: Stage, has_embedding: bool, has_head: bool) -> tuple[int, int]:
+        """What Reducer.reduce holds while it waits for the others, and then needs for a moment: a copy of a tied
+        gradient and room for both stages' copies; and the largest gradient in float64, for its norm."""
+        bytes_each = _itemsize(self.config)
+        is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
+        tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
+        block = self.model.dim * max(self.model.hidden_dim, self.model.dim)
+        largest = max(block, self.model.vocab_size * self.model.dim if has_embedding or has_head else 0)
+        return tied, 8 * largest if bytes_each < 8 else 0
+
+    def _messages(self, stage: Stage, microbatch_size: int) -> int:
+        """As ProcessLink keeps them, between processes and machines: receives are posted up to LOOKAHEAD actions ahead,
+        half of them forwards; a message sent is let go when max_under_way others have been sent since. Those of the
+        forward are outputs, which the microbatches in flight hold anyway."""
+        num_evaluations = self.config.evaluation.batches
+        under_way = stage.max_in_flight + num_evaluations
+        posted = -(-(LOOKAHEAD + 1) // 2)
+        message = microbatch_size * self.model.sequence_length * self.model.dim * _itemsize(self.config)
+        num_messages = 0.0
+        if stage.index > 0:
+            num_messages += posted + under_way  # activations in, gradients out
+        if stage.index < stage.num_stages - 1:
+            num_messages += posted + max(0.0, under_way - stage.in_flight)  # gradients in, activations out
+        return round(num_messages * message)
+
+    # ---- the dry runs
+
+    def passes(self, has_embedding: bool, num_blocks: int, has_head: bool, microbatch_size: int) -> Passes:
+        few = min(num_blocks, 2)
+        key = ("passes", has_embedding, few, has_head, microbatch_size)
+        if key not in self._known:
+            self._known[key] = self._play_passes(has_embedding, few, has_head, microbatch_size)
+        result: Passes = self._known[key]
+        if num_blocks == few:
+            return result
+        one, two = (self.passes(False, count, False, microbatch_size) for count in (1, 2))
+        more = num_blocks - few
+        return replace(
+            result,
+            parameters=result.parameters + more * (two.parameters - one.parameters),
+            buffers=result.buffers + more * (two.buffers - one.buffers),
+            activations=result.activations + more * (two.activations - one.activations),
+        )
+
+    def update(self, has_embedding: bool, num_blocks: int, has_head: bool, separate: bool) -> Update:
+        """Parameters are updated one or one stack at a time, so the parts of a stage can be measured alone."""
+        if has_embedding and has_head and self.model.tied_embeddings:
+            return self._update(True, num_blocks, True, separate)
+        few = min(num_blocks, self._blocks_of_a_stack())
+        parts = []
+        if num_blocks:
+            parts.append(self._update(False, few, False, separate))
+        if num_blocks > few:
+            one = self._update(False, 1, False, separate)
+            parts.append(replace(one, optimizer=(num_blocks - few) * one.optimizer))
+        if has_embedding:
+            parts.append(self._update(True, 0, False, separate))
+        if has_head:
+            parts.append(self._update(False, 0, True, separate))
+        return Update(sum(part.optimizer for part in parts), max(part.work for part in parts))
+
+    def _update(self, has_embedding: bool, num_blocks: int, has_head: bool, separate: bool) -> Update:
+        key = ("update", has_embedding, num_blocks, has_head, separate)
+        if key not in self._known:
+            try:
+                self._known[key] = self._play_update(has_embedding, num_blocks, has_head, separate)
+            except Exception as error:  # any optimizer may be configured, and some look at the numbers themselves
+                name = self.config.optimizer.name
+                raise UsageError(
+                    f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
+                    "cannot be counted: plan with muon or adamw"
+                ) from error
+        result: Update = self._known[key]
+        return result
+
+    def _blocks_of_a_stack(self) -> int:
+        """From how many blocks on an update needs no more work space: Muon orthogonalises like matrices together, up to
+        a number of elements. Other optimizers may take temporaries as large as all they have."""
+        if self.config.optimizer.name == "adamw":
+            return 1
+        if self.config.optimizer.name != "muon":
+            return self.model.num_layers
+        if "stack" not in self._known:
+            self._known["stack"] = self._count_blocks_of_a_stack()
+        blocks: int = self._known["stack"]
+        return blocks
+
+    def _count_blocks_of_a_stack(self) -> int:
+        counts: dict[int, int] = {}
+        for parameter in self._build(False, 1, False).parameters():
+            counts[parameter.numel()] = counts.get(parameter.numel(), 0) + (parameter.ndim > 1)
+        stacks = {size: max(1, STACK_ELEMENTS // size) for size, count in counts.items() if count}
+        size = max(stacks, key=lambda size: size * stacks[size])
+        return -(-stacks[size] // counts[size])
+
+    def _play_passes(self, has_embedding: bool, num_blocks: int, has_head: bool, microbatch_size: int) -> Passes:
+        module = self._build(has_embedding, num_blocks, has_head)
+        parameters = dict.fromkeys(module.parameters())
+        ids = torch.empty(microbatch_size, self.model.sequence_length, dtype=torch.int64, device="meta")
+
+        def forward() -> tuple[Tensor, Tensor]:
+            inputs = ids.clone()
+            if not has_embedding:
+                dtype = getattr(torch, self.config.train.dtype)
+                inputs = torch.empty(*ids.shape, self.model.dim, dtype=dtype, device="meta", requires_grad=True)
+            outputs = module(inputs)
+            if has_head:
+                outputs = next_token_loss(outputs, ids.clone()) * 1.0
+            return inputs, outputs
+
+        live = LiveBytes()
+        with fused_kernels(self.kernels), live.watch():
+            _, outputs = forward()
+            torch.autograd.backward([outputs], [torch.empty_like(outputs)])
+            del _, outputs
+            before = live.now
+            live.restart_peak()
+            inputs, outputs = forward()
+            activations = live.now - before
+            forward_work = live.peak - live.now
+            gradient = None if has_head else torch.empty_like(outputs)
+            start = live.now
+            live.restart_peak()
+            torch.autograd.backward([outputs], [gradient])
+            backward_work = live.peak - start
+        del inputs
+        return Passes(
+            parameters=_bytes(parameters),
+            buffers=_bytes(module.buffers()),
+            activations=activations,
+            forward_work=forward_work,
+            backward_work=backward_work,
+        )
+
+    def _play_update(self, has_embedding: bool, num_blocks: int, has_head: bool, separate: bool) -> Update:
+        module = self._build(has_embedding, num_blocks, has_head)
+        kept = WeightVersions(module, 2 if separate else 1, separate_masters=separate)
+        groups = parameter_groups(self.config)
+        updater = Updater(kept, groups, {}, lambda step: 1.0, self.config.train.track_alignment, torch.device("meta"))
+        live = LiveBytes()
+        work = 0
+        with live.watch():
+            for step in range(3):  # the first makes the optimizer's state, the third compares two updates
+                gradients = {name: torch.empty_like(master) for name, master in kept.masters.items()}
+                start = live.now
+                live.restart_peak()
+                updater.apply(step, gradients, [0.5] * len(groups), horizon=int(separate))
+                kept.close_next()
+                if step > 0:
+                    work = live.peak - start
+        states = (state for optimizer in updater.optimizers if optimizer for state in optimizer.state.values())
+        return Update(
+            optimizer=_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
+            work=work,
+        )
+
+    def _build(self, has_embedding: bool, num_blocks: int, has_head: bool) -> nn.Sequential:
+        small = replace(self.model, num_layers=max(1, num_blocks))
+        with torch.device("meta"):
+            whole = decoder(small).to(getattr(torch, self.config.train.dtype))
+        first = 0 if has_embedding else 1 if num_blocks else 2
+        last = len(whole) if has_head else len(whole) - 1 if num_blocks else 1
+        return nn.Sequential(OrderedDict(list(whole.named_children())[first:last]))
+
+
+def _itemsize(config: Config) -> int:
+    dtype: torch.dtype = getattr(torch, config.train.dtype)
+    return dtype.itemsize
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the distinct storages."""
+    storages = {id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

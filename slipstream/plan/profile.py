@@ -1,0 +1,238 @@
+"""Measures what every layer of a model costs here: `slipstream profile`.
+
+One layer of each kind (embedding, block, head with the loss) is built with its weights and timed alone: forward,
+backward with and without gradients of the weights, and the update as the program makes it. Medians, after a warm-up; on
+CUDA between events. Blocks are all alike, so one stands for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arguments import UsageError
+from ..config import Config
+from ..model import ModelConfig, decoder, initialise, layer_names, next_token_loss
+from ..parts import parameter_groups
+from ..pipeline.update import Updater
+from ..pipeline.versions import WeightVersions
+from .costs import LayerCost, ModelCosts
+from .memory import MemoryModel
+
+KINDS = ("embedding", "block", "head")
+WARMUPS, REPEATS = 2, 7
+ENOUGH_SECONDS = 3.0
+"""A measurement that takes longer than this is not repeated further, once it was made twice."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of layer."""
+
+    kind: str
+    num_layers: int
+    parameters: int
+    forward: float
+    """Seconds, as all below, of one microbatch."""
+    backward_input: float
+    backward_weight: float
+    update: float
+    activations: int
+    """Bytes kept from forward to backward."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    device: str
+    torch: str
+    threads: int
+    optimizer: str
+    dtype: str
+    microbatch_size: int
+    model: ModelConfig
+    message: int
+    """Bytes of the activations between two stages."""
+    rows: tuple[Row, ...]
+
+    def costs(self, model: ModelConfig, path: Path) -> ModelCosts:
+        """By layer, for a model of the same layers; it may have more or fewer of them."""
+        if replace(self.model, num_layers=model.num_layers) != model:
+            wrong = [
+                f"{name} is {getattr(self.model, name)} there and {value} here"
+                for name, value in asdict(model).items()
+                if name != "num_layers" and getattr(self.model, name) != value
+            ]
+            raise UsageError(
+                f"profile = {str(path)!r} is of another model, {wrong[0]}: run slipstream profile with these options"
+            )
+        rows = {row.kind: row for row in self.rows}
+        kinds = ["embedding", *["block"] * model.num_layers, "head"]
+        layers = tuple(
+            LayerCost(name, row.forward, row.backward_input, row.backward_weight, row.update)
+            for name, row in zip(layer_names(model), map(rows.__getitem__, kinds), strict=True)
+        )
+        where = f"{self.device}, torch {self.torch}, microbatches of {self.microbatch_size}"
+        return ModelCosts(layers, self.microbatch_size, f"measured: {path} ({where})", is_measured=True)
+
+
+def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profile:
+    device = torch.device(config.train.device)
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.pipeline.stages))  # as a stage has them
+    try:
+        rows = []
+        for kind in KINDS:
+            tell(kind)
+            rows.append(_measure(kind, config, model, device))
+        used = torch.get_num_threads() if device.type == "cpu" else 0
+    finally:
+        torch.set_num_threads(threads)
+    itemsize = getattr(torch, config.train.dtype).itemsize
+    return Profile(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {used} threads",
+        torch=torch.__version__,
+        threads=used,
+        optimizer=config.optimizer.name,
+        dtype=config.train.dtype,
+        microbatch_size=config.train.microbatch_size,
+        model=model,
+        message=config.train.microbatch_size * model.sequence_length * model.dim * itemsize,
+        rows=tuple(rows),
+    )
+
+
+def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device) -> Row:
+    layer = _build(kind, config, model, device)
+    size, length = config.train.microbatch_size, model.sequence_length
+    dtype = getattr(torch, config.train.dtype)
+    ids = torch.randint(model.vocab_size, (size, length), device=device)
+    inputs = ids if kind == "embedding" else torch.randn(size, length, model.dim, device=device, dtype=dtype)
+
+    def forward() -> Tensor:
+        outputs = layer(inputs)
+        return next_token_loss(outputs, ids) if kind == "head" else outputs
+
+    def backward(outputs: Tensor) -> None:
+        torch.autograd.backward([outputs], [torch.ones_like(outputs)])
+
+    if inputs.is_floating_point():
+        inputs.requires_grad_()
+    seconds = _median(forward, lambda _: None, device)
+    both = _median(forward, backward, device, after=True)
+    input_only = 0.0
+    if inputs.is_floating_point():
+        layer.requires_grad_(False)
+        input_only = min(both, _median(forward, backward, device, after=True))
+        layer.requires_grad_(True)
+    memory = MemoryModel(config, model, "cuda" if device.type == "cuda" else "cpu")
+    passes = memory.passes(kind == "embedding", int(kind == "block"), kind == "head", size)
+    return Row(
+        kind=kind,
+        num_layers=model.num_layers if kind == "block" else 1,
+        parameters=sum(parameter.numel() for parameter in layer.parameters()),
+        forward=seconds,
+        backward_input=input_only,
+        backward_weight=both - input_only,
+        update=_measure_update(layer, config, device),
+        activations=passes.activations,
+    )
+
+
+def _build(kind: str, config: Config, model: ModelConfig, device: torch.device) -> nn.Sequential:
+    small = replace(model, num_layers=1)
+    index = KINDS.index(kind)
+    with torch.device("meta"):
+        layer = nn.Sequential(OrderedDict([list(decoder(small).named_children())[index]]))
+    layer.to(getattr(torch, config.train.dtype)).to_empty(device=device)
+    initialise(layer, small, config.train.seed)
+    return layer
+
+
+def _measure_update(layer: nn.Sequential, config: Config, device: torch.device) -> float:
+    """As two_bw makes it, with masters of their own where error feedback wants them."""
+    separate = config.optimizer.error_feedback != 0 or config.train.track_alignment
+    versions = WeightVersions(layer, 2, separate_masters=separate)
+    groups = parameter_groups(config)
+    updater = Updater(versions, groups, {}, lambda step: 1.0, config.train.track_alignment, device)
+    step = 0
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: torch.full_like(master, 1e-3) for name, master in versions.masters.items()}
+
+    def update(values: dict[str, Tensor]) -> None:
+        nonlocal step
+        updater.apply(step, values, [0.5] * len(groups), horizon=1)
+        versions.close_next()
+        step += 1
+
+    return _median(gradients, update, device, after=True)
+
+
+def _median(first: Callable[[], Any], then: Callable[[Any], None], device: torch.device, after: bool = False) -> float:
+    """Seconds of `first`, or with `after` of `then`, which gets what `first` returned."""
+    seconds: list[float] = []
+    started = time.perf_counter()
+    for repeat in range(WARMUPS + REPEATS):
+        marks = [_mark(device)]
+        value = first()
+        marks.append(_mark(device))
+        then(value)
+        marks.append(_mark(device))
+        del value
+        if repeat >= WARMUPS or time.perf_counter() - started > ENOUGH_SECONDS:
+            seconds.append(_between(*(marks[1:] if after else marks[:2])))
+        if time.perf_counter() - started > ENOUGH_SECONDS and repeat > 0:
+            break
+    return median(seconds)
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+# ---- to disk and back
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
+
+
+def read_profile(path: Path) -> Profile:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree["model"] = ModelConfig(**tree["model"])
+        tree["rows"] = tuple(Row(**row) for row in tree["rows"])
+        profile = Profile(**tree)
+        if [row.kind for row in profile.rows] != list(KINDS):
+            raise ValueError("its rows are not embedding, block and head")
+        return profile
+    except OSError as error:
+        raise UsageError(f"profile = {str(path)!r} cannot be read ({error.strerror}): check the path") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"profile = {str(path)!r} is no profile ({error}): write one with slipstream profile --output {path}"
+        ) from error

@@ -1,0 +1,296 @@
+"""Which schedule, how many stages, how many microbatches: tries what can be tried, and says what each comes to.
+
+A device is a stage of one of several like pipelines (replicas), which share the batch. For every number of stages the
+layers are cut so that the most expensive stage is as cheap as can be; for every schedule and every way to divide a
+replica's sequences into microbatches the step is predicted, and the memory of each stage counted. Only what fits is
+chosen from. Among options of nearly the same speed the larger microbatches win: what a matrix product loses when it is
+small is not in an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import Config
+from ..model import ModelConfig
+from ..pipeline import partition
+from ..schedule import SCHEDULES as RUNNABLE
+from .costs import ModelCosts
+from .memory import MemoryModel, Passes, Stage, StageMemory
+from .predict import FLUSHING, SCHEDULES, Prediction, predict, why_not
+
+ALIKE = 0.02
+"""Options whose speeds differ by less than this share are taken to be equally fast."""
+IDLE = {"gpipe": 1.0, "one_f_one_b": 1.0, "interleaved_1f1b": 0.5, "zero_bubble_h1": 1 / 3}
+"""Roughly, which share of a microbatch's way through the other stages a stage idles once per step."""
+MAX_SIZES = 5
+"""Microbatch sizes tried for each schedule and number of stages."""
+MAX_EVERY_COUNT = 16
+"""Up to as many devices, every number of stages is tried; beyond, those that leave no device idle."""
+DATA_PARALLEL = "data parallel"
+"""A pipeline of one stage: the whole model on every device."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    num_devices: int
+    memory: float
+    """Bytes of one device that a run may use."""
+    latency: float
+    """Seconds of a link, whatever the message."""
+    bandwidth: float
+    """Bytes per second of a link, in one direction."""
+
+
+@dataclass(frozen=True)
+class Option:
+    schedule: str
+    """A schedule, or DATA_PARALLEL."""
+    num_stages: int
+    num_replicas: int
+    num_microbatches: int
+    """Of one replica, to a step."""
+    microbatch_size: int
+    layers_per_stage: tuple[int, ...]
+    prediction: Prediction
+    step_time: float
+    """Seconds, the sum of gradients over replicas included."""
+    tokens_per_second: float
+    memory: tuple[StageMemory, ...]
+    """By stage."""
+    fits: bool
+
+    @property
+    def largest_stage(self) -> int:
+        return max(range(self.num_stages), key=lambda stage: self.memory[stage].most)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step that a device idles, on average."""
+        busy = sum(self.prediction.utilisation) / self.num_stages * self.prediction.step_time
+        return 1 - busy / self.step_time
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the trainer plays this schedule today."""
+        return self.schedule in RUNNABLE or self.schedule == "two_bw_double"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An option that has not been looked at closely."""
+
+    layers: tuple[int, ...]
+    num_replicas: int
+    num_microbatches: int
+    microbatch_size: int
+    guess: float
+    """Tokens per second."""
+
+
+@dataclass(frozen=True)
+class Search:
+    config: Config
+    model: ModelConfig
+    costs: ModelCosts
+    cluster: Cluster
+    batch_size: int
+    """Sequences to a step, over all replicas."""
+    memory_model: MemoryModel
+    _cuts: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.memory_model.passes(True, self.model.num_layers, True, 1).parameters // self._itemsize
+
+    def all(self) -> dict[str, Option | str]:
+        return {schedule: self.best(schedule) for schedule in (DATA_PARALLEL, *SCHEDULES)}
+
+    def best(self, schedule: str) -> Option | str:
+        """The fastest option of a schedule that fits; if none fits, the one that keeps least; if there is none, why.
+
+        A prediction takes a while, so the numbers of stages are tried in the order of a rough guess. If the smallest
+        microbatches do not fit, no others do; if they do, the largest that are as fast and fit are taken."""
+        trials, reason = self._trials(schedule)
+        if not trials:
+            return reason
+        fastest: dict[tuple[int, ...], float] = {}
+        for trial in trials:
+            fastest[trial.layers] = max(fastest.get(trial.layers, 0.0), trial.guess)
+        smallest: list[Option] = []
+        for layers in sorted(fastest, key=lambda layers: -fastest[layers]):
+            sizes = [t for t in trials if t.layers == layers and t.guess >= (1 - ALIKE) * fastest[layers]]
+            if self._keeps(layers) > self.cluster.memory and len(fastest) > 1 and layers != self._finest(fastest):
+                continue
+            smallest.append(self._predict(schedule, sizes[0]))
+            if smallest[-1].fits:
+                least = (1 - ALIKE) * smallest[-1].tokens_per_second
+                possible = (trial for trial in reversed(sizes[1:]) if self._may_fit(smallest[-1], trial))
+                larger = (self._predict(schedule, trial) for trial in possible)
+                good = (option for option in larger if option.fits and option.tokens_per_second >= least)
+                return next(good, smallest[-1])
+        return min(smallest, key=lambda option: option.memory[option.largest_stage].most)
+
+    def more_devices(self, schedule: str) -> Option | None:
+        """The first that fits on more devices than there are, one pipeline with a microbatch or two per stage."""
+        most = self.model.num_layers + 2
+        counts = [self.cluster.num_devices * 2**i for i in range(1, 12)]
+        for num_stages in sorted({count for count in counts if count < most} | {most}):
+            if num_stages <= self.cluster.num_devices or self._objection(schedule, num_stages, 2 * num_stages):
+                continue
+            layers = self._cut(num_stages)
+            option = self._predict(schedule, Trial(layers, 1, 2 * num_stages, 1, 0.0))
+            if option.fits:
+                return option
+        return None
+
+    def _may_fit(self, smallest: Option, trial: Trial) -> bool:
+        """From the memory of smaller microbatches: as many of them in flight take more in proportion, at least."""
+        ratio = trial.microbatch_size / smallest.microbatch_size
+        if smallest.schedule in ("gpipe", "pipedream"):  # as many sequences in flight, however they are divided
+            ratio = 1.0
+        least = (m.weights + m.gradients + m.optimizer + ratio * m.activations for m in smallest.memory)
+        return max(least) <= self.cluster.memory
+
+    def _finest(self, cuts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        return max(cuts, key=len)
+
+    def _trials(self, schedule: str) -> tuple[list[Trial], str]:
+        """All that the schedule can be played with, smaller microbatches first; or why there is nothing."""
+        trials, reason = [], "there are no two devices"
+        name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
+        for num_stages in [1] if schedule == DATA_PARALLEL else self._stage_counts():
+            num_replicas = self.cluster.num_devices // num_stages
+            per_replica, rest = divmod(self.batch_size, num_replicas)
+            if rest or not per_replica:
+                reason = f"{self.batch_size} sequences cannot be shared by {num_replicas} replicas"
+                continue
+            layers = self._cut(num_stages)
+            for size in _sizes(per_replica):
+                objection = self._objection(name, num_stages, per_replica // size)
+                if objection is None:
+                    trials.append(self._guess(name, layers, num_replicas, per_replica // size, size))
+                else:
+                    reason = objection
+        return trials, reason
+
+    def _cut(self, num_stages: int) -> tuple[int, ...]:
+        """Layers per stage, the same for all schedules."""
+        if num_stages not in self._cuts:
+            self._cuts[num_stages] = tuple(partition([layer.compute for layer in self.costs.layers], num_stages))
+        return self._cuts[num_stages]
+
+    def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
+        if self.model.tied_embeddings and name in ("pipedream", "paci"):
+            return "its stages step at different times, and tied weights need first and last together"
+        return why_not(name, num_stages, num_microbatches, self.model.num_layers + 2)
+
+    def _stage_counts(self) -> Iterator[int]:
+        most = min(self.cluster.num_devices, self.model.num_layers + 2)
+        for count in range(2, most + 1):
+            if self.cluster.num_devices <= MAX_EVERY_COUNT or self.cluster.num_devices % count == 0:
+                yield count
+
+    def _guess(self, name: str, layers: tuple[int, ...], num_replicas: int, num_microbatches: int, size: int) -> Trial:
+        """All microbatches through the slowest stage, and the share of filling and draining that is idle; exact only
+        for stages that are alike."""
+        costs = self.costs.stages(layers, size, self._latency(size) if len(layers) > 1 else 0.0)
+        slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+        steady = max(slots) + (2 * costs.latency if name not in ("gpipe", "pipedream", "two_bw_double") else 0.0)
+        # With too few microbatches to fill it, every schedule that drains idles.
+        few = 1 - num_microbatches / (2 * len(layers)) if name in FLUSHING else 0.0
+        idle = max(IDLE.get(name, 0.0), few) * (sum(slots) - max(slots))
+        step_time = num_microbatches * steady + idle + max(costs.update)
+        tokens = num_replicas * num_microbatches * size * self.model.sequence_length
+        guess = tokens / self._with_replicas(name, step_time, layers, num_replicas)
+        return Trial(layers, num_replicas, num_microbatches, size, guess)
+
+    def _predict(self, schedule: str, trial: Trial) -> Option:
+        name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
+        latency = self._latency(trial.microbatch_size) if len(trial.layers) > 1 else 0.0
+        costs = self.costs.stages(trial.layers, trial.microbatch_size, latency)
+        prediction = predict(name, costs, trial.num_microbatches)
+        step_time = self._with_replicas(name, prediction.step_time, trial.layers, trial.num_replicas)
+        sequences = trial.num_replicas * trial.num_microbatches * trial.microbatch_size
+        memory = tuple(
+            self.memory_model.stage_memory(stage, trial.microbatch_size)
+            for stage in _stages(name, trial.layers, prediction)
+        )
+        return Option(
+            schedule=schedule,
+            num_stages=len(trial.layers),
+            num_replicas=trial.num_replicas,
+            num_microbatches=trial.num_microbatches,
+            microbatch_size=trial.microbatch_size,
+            layers_per_stage=trial.layers,
+            prediction=prediction,
+            step_time=step_time,
+            tokens_per_second=sequences * self.model.sequence_length / step_time,
+            memory=memory,
+            fits=max(stage.most for stage in memory) <= self.cluster.memory,
+        )
+
+    def _latency(self, microbatch_size: int) -> float:
+        message = microbatch_size * self.model.sequence_length * self.model.dim * self._itemsize
+        return self.cluster.latency + message / self.cluster.bandwidth
+
+    def _with_replicas(self, name: str, step_time: float, layers: tuple[int, ...], num_replicas: int) -> float:
+        """A ring sums the gradients of a stage over its replicas: every device sends them nearly twice. It ends before
+        a synchronous update can begin; two_bw has a whole step for it."""
+        if num_replicas == 1:
+            return step_time
+        largest = max(passes.parameters for passes in self._stage_passes(layers))
+        ring = 2 * (num_replicas - 1) / num_replicas * largest / self.cluster.bandwidth
+        return max(step_time, ring) if name.startswith("two_bw") else step_time + ring
+
+    def _keeps(self, layers: tuple[int, ...]) -> float:
+        """What the largest stage keeps whatever the schedule: its weights and their gradient."""
+        return 2 * max(passes.parameters for passes in self._stage_passes(layers))
+
+    def _stage_passes(self, layers: tuple[int, ...]) -> list[Passes]:
+        last = len(layers) - 1
+        return [
+            self.memory_model.passes(i == 0, size - (i == 0) - (i == last), i == last, 1)
+            for i, size in enumerate(layers)
+        ]
+
+    @property
+    def _itemsize(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.config.train.dtype)
+        return dtype.itemsize
+
+
+def _stages(name: str, layers: tuple[int, ...], prediction: Prediction) -> list[Stage]:
+    return [
+        Stage(
+            index=index,
+            num_stages=len(layers),
+            first_layer=sum(layers[:index]),
+            num_layers=layers[index],
+            versions=prediction.weight_versions[index],
+            delay=prediction.delay[index],
+            in_flight=prediction.in_flight[index],
+            max_in_flight=max(prediction.in_flight),
+            background_update=name.startswith("two_bw"),
+            flushes=name in FLUSHING,
+        )
+        for index in range(len(layers))
+    ]
+
+
+def _sizes(num_sequences: int) -> list[int]:
+    """Microbatch sizes that divide the sequences evenly, smallest first."""
+    sizes = []
+    for size in range(1, num_sequences + 1):
+        if num_sequences % size == 0:
+            sizes.append(size)
+        if len(sizes) == MAX_SIZES:
+            break
+    return sizes

@@ -1,0 +1,118 @@
+"""`slipstream plan` and `slipstream profile`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream.arguments import parse
+from slipstream.cli import run
+from slipstream.config import Config, validate
+from slipstream.model import PRESETS, num_parameters
+from slipstream.plan import profile as profiling
+from slipstream.plan.predict import SCHEDULES
+
+SHAPE = "--model.dim {} --model.num-layers {} --model.num-heads 4 --model.num-kv-heads 2 --model.hidden-dim {}"
+SHAPE += " --optimizer.name adamw"
+SMALL = [*SHAPE.format(32, 4, 64).split(), "--model.sequence-length", "32"]
+DEEP = [*SHAPE.format(64, 10, 256).split(), "--model.sequence-length", "8"]
+"""Mostly weights: 0.0102 GiB on one device, 0.0058 of each with two_bw on four."""
+
+
+def plan(capsys, *words: str) -> str:
+    assert run(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys, *words: str) -> str:
+    assert run(list(words)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def test_a_model_that_fits_on_one_device_is_sent_to_data_parallelism(capsys):
+    said = plan(capsys, "--devices", "2", "--batch-tokens", "128", *SMALL)
+    assert "Pipeline parallelism is the wrong tool here" in said
+    assert "no data parallelism yet" in said
+    assert "estimated" in said
+
+
+def test_a_model_too_large_for_one_device_gets_a_pipeline_and_a_command_that_the_trainer_takes(capsys, tmp_path):
+    path, figure = tmp_path / "plan.json", tmp_path / "plan.svg"
+    words = ["--memory", "0.0065", "--devices", "4", "--json", str(path), "--figure", str(figure), *DEEP]
+    said = plan(capsys, *words, "--batch-tokens", "64", "--optimizer.error-feedback", "0.5")
+    tree = json.loads(path.read_text())
+    rows = {row["schedule"]: row for row in tree["options"]}
+    assert set(rows) == {"data parallel", *SCHEDULES}
+    chosen = [row for row in rows.values() if row.get("recommended")]
+    assert len(chosen) == 1
+    assert not rows["data parallel"]["fits"]
+    assert chosen[0]["fits"] and chosen[0]["runnable"]
+    assert max(stage["most"] for stage in chosen[0]["memory"]) <= tree["memory_bytes"]
+    assert chosen[0]["microbatches"] * chosen[0]["microbatch_size"] * chosen[0]["replicas"] == 8
+    assert sum(chosen[0]["layers_per_stage"]) == 12
+    assert tree["command"] in said
+    assert figure.stat().st_size > 1000
+    config = parse(Config, tree["command"].split()[2:], "slipstream train", "")
+    validate(config)
+    assert config.optimizer.error_feedback == 0.5
+    assert config.pipeline.stages == chosen[0]["stages"]
+    assert config.pipeline.layers_per_stage == tuple(chosen[0]["layers_per_stage"])
+
+
+def test_what_no_number_of_devices_can_hold_is_said_so(capsys):
+    said = plan(capsys, "--memory", "0.0004", "--devices", "2", "--batch-tokens", "64", *SMALL)
+    assert "Nothing fits" in said
+    assert "slipstream train" not in said
+
+
+def test_more_devices_are_asked_for_where_they_help(capsys):
+    said = plan(capsys, "--memory", "0.005", "--devices", "2", "--batch-tokens", "16", *DEEP)
+    assert "It needs more devices" in said
+
+
+def test_a_profile_is_measured_read_back_and_planned_with(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "REPEATS", 2)
+    path = tmp_path / "profile.json"
+    assert run(["profile", "--output", str(path), *SMALL]) == 0
+    assert "embedding" in capsys.readouterr().out
+    tree = json.loads(path.read_text())
+    assert [row["kind"] for row in tree["rows"]] == ["embedding", "block", "head"]
+    for row in tree["rows"]:
+        assert row["forward"] > 0 and row["update"] > 0 and row["activations"] > 0
+        assert row["backward_input"] + row["backward_weight"] > 0
+    assert tree["rows"][0]["backward_input"] == 0
+    deeper = [*SMALL, "--model.num-layers", "7"]
+    assert "costs measured" in plan(capsys, "--devices", "2", "--batch-tokens", "64", "--profile", str(path), *deeper)
+    wider = [*SMALL, "--model.dim", "64"]
+    said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *wider)
+    assert "dim is 32 there and 64 here" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", "devices is missing"),
+        ("--devices -3", "devices = -3"),
+        ("--devices 2 --memory 0", "memory = 0"),
+        ("--devices 2 --latency-us -1", "latency_us = -1"),
+        ("--devices 2 --efficiency 2", "efficiency = 2"),
+        ("--devices 2 --device-kind b900", "device_kind = 'b900'"),
+        ("--devices 2 --batch-tokens 100", "use 256"),
+        ("--devices 2 --profile nowhere.json", "profile = 'nowhere.json'"),
+        ("--devices 2 --json nowhere/plan.json", "json = 'nowhere/plan.json'"),
+        ("--devices 2 --figure plan.bmp", "figure = 'plan.bmp'"),
+        ("--devices 2 --model.preset 9t", "model.preset = '9t'"),
+        ("--devices 2 --optimizer.name nosuch", "optimizer.name = 'nosuch'"),
+        ("missing.toml --devices 2", "missing.toml"),
+    ],
+)
+def test_mistakes_are_one_sentence_that_names_the_field(capsys, words, named):
+    assert named in refusal(capsys, "plan", *words.split())
+
+
+def test_the_presets_to_plan_with_have_the_parameters_in_their_names():
+    assert num_parameters(PRESETS["10b"]) == pytest.approx(10e9, rel=0.03)
+    assert num_parameters(PRESETS["70b"]) == pytest.approx(70e9, rel=0.01)

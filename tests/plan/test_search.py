@@ -1,0 +1,87 @@
+"""What a search finds, and what is advised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.config import Config, ModelSection, OptimizerSection, model_config
+from slipstream.plan.costs import DeviceKind, LayerCost, ModelCosts, estimate
+from slipstream.plan.memory import MemoryModel
+from slipstream.plan.search import DATA_PARALLEL, Cluster, Option, Search
+
+CONFIG = Config(
+    model=ModelSection(dim=64, num_layers=10, num_heads=4, num_kv_heads=2, hidden_dim=256, sequence_length=8),
+    optimizer=OptimizerSection(name="adamw"),
+)
+MODEL = model_config(CONFIG, 0)
+DEVICE = DeviceKind("h200", 1e9, 1e12, 1e12, 1e12)
+MEMORY = MemoryModel(CONFIG, MODEL, "cuda")  # one for all tests: it remembers
+
+
+def search(num_devices: int = 4, memory: float = 1e9, batch_size: int = 32, **costs) -> Search:
+    estimated = estimate(CONFIG, MODEL, DEVICE, efficiency=0.5)
+    layers = tuple(replace(layer, **costs) for layer in estimated.layers)
+    return Search(
+        CONFIG, MODEL, replace(estimated, layers=layers), Cluster(num_devices, memory, 0.0, 1e15), batch_size, MEMORY
+    )
+
+
+def best(found: Search, schedule: str) -> Option:
+    option = found.best(schedule)
+    assert isinstance(option, Option), option
+    return option
+
+
+def test_devices_and_sequences_are_all_accounted_for():
+    for schedule in (DATA_PARALLEL, "two_bw"):
+        option = best(search(num_devices=6, batch_size=12), schedule)
+        assert option.num_stages * option.num_replicas == 6
+        assert option.num_replicas * option.num_microbatches * option.microbatch_size == 12
+        assert sum(option.layers_per_stage) == 12
+
+
+def test_two_bw_is_faster_than_a_schedule_that_drains_and_keeps_more():
+    found = search(update=0.0)
+    late, drained = best(found, "two_bw"), best(found, "one_f_one_b")
+    assert late.tokens_per_second > drained.tokens_per_second
+    assert late.memory[0].weights > 2.9 * drained.memory[0].weights * drained.num_stages / late.num_stages
+
+
+def test_less_memory_leaves_fewer_or_smaller_microbatches_in_flight():
+    roomy = best(search(), "two_bw")
+    tight = best(search(memory=0.95 * roomy.memory[roomy.largest_stage].most), "two_bw")
+    assert roomy.fits and tight.fits
+    assert tight.memory[tight.largest_stage].most < roomy.memory[roomy.largest_stage].most
+    assert tight.tokens_per_second <= roomy.tokens_per_second * 1.02
+
+
+def test_what_does_not_fit_is_reported_with_what_it_would_take():
+    option = best(search(memory=1e5), "one_f_one_b")
+    assert not option.fits
+    assert option.memory[option.largest_stage].most > 1e5
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_in_words():
+    assert "7 sequences" in str(search(num_devices=4, batch_size=7).best(DATA_PARALLEL))
+
+
+def test_stages_cost_what_their_layers_cost_in_proportion_to_the_microbatch():
+    layers = tuple(LayerCost(str(i), float(i), 2.0 * i, 3.0 * i, 1.0) for i in range(4))
+    stages = ModelCosts(layers, microbatch_size=2, source="", is_measured=True).stages([1, 3], 4, latency=0.5)
+    assert stages.forward == (0.0, 12.0)
+    assert stages.backward_input == (0.0, 24.0)
+    assert stages.backward_weight == (0.0, 36.0)
+    assert stages.update == (1.0, 3.0)
+    assert stages.latency == 0.5
+
+
+def test_an_estimate_halves_when_the_device_is_twice_as_efficient():
+    slow, fast = (estimate(CONFIG, MODEL, DEVICE, efficiency) for efficiency in (0.25, 0.5))
+    assert slow.layers[1].forward == pytest.approx(2 * fast.layers[1].forward)
+    # Two products with weights in a backward, and those of attention twice: all of a forward twice.
+    block = fast.layers[1]
+    assert block.backward_input + block.backward_weight == pytest.approx(2 * block.forward)
+    assert block.backward_input > block.forward > block.backward_weight
+    assert "estimated" in fast.source
