@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 @dataclass(frozen=True)
 class ModelSection:
     preset: str = "tiny"
-    """tiny, small, 135m, 360m or 1b."""
+    """tiny, small, 135m, 360m, 1b, 10b or 70b."""
     vocab_size: int | None = None
     """None: the preset's, or the corpus's if that is larger."""
     sequence_length: int | None = None
