@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import astuple
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from harness import Task, even_cut, language_model, largest_difference, run_pipeline, run_reference
 
 from slipstream import Pipeline, launch, muon_and_adamw
+from slipstream.pipeline.clock import TimeSplit
 
 pytestmark = [
     pytest.mark.cuda,
@@ -93,7 +95,7 @@ def test_the_clock_measures_the_device():
     task = language_model(tied=False)
     base = copy.deepcopy(task.model)
 
-    def worker(transport) -> float:
+    def worker(transport) -> tuple[TimeSplit, float]:
         pipeline = Pipeline(
             transport,
             copy.deepcopy(base),
@@ -105,7 +107,10 @@ def test_the_clock_measures_the_device():
             device="cuda",
         )
         list(pipeline.run())
-        return pipeline.executor.clock.utilisation()
+        clock = pipeline.executor.clock
+        return clock.split(), max(span.end for span in clock.spans)
 
-    for utilisation in launch(worker, 2, threads=True):
-        assert 0 < utilisation <= 1
+    for split, last in launch(worker, 2, threads=True):
+        assert 0 < split.utilisation <= 1
+        assert min(astuple(split)) >= 0 and split.forward > 0 and split.backward > 0
+        assert split.total <= last
