@@ -168,7 +168,7 @@ def document(
     return {
         "started": started.isoformat(timespec="seconds"),
         "machine": {
-            "system": platform.platform(),
+            "system": platform.system(),
             "architecture": platform.machine(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
