@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/overhead.py        about half a minute
 
-Two stages as processes, two_bw, two microbatches to a step, layers that sleep 1 ms forward and 2 ms backward, thousands of
-updates. The overhead is what the stage's clock calls `other`, sending included, over the actions of a step (two forwards,
-two backwards, an update); the median over each eighth of the run, stage by stage.
+Two stages as processes, two_bw, two microbatches to a step, layers that sleep 1 ms forward and 2 ms backward, thousands
+of updates. The overhead is what the stage's clock calls `other`, sending included, over the actions of a step (two
+forwards, two backwards, an update); the median over each eighth of the run, stage by stage.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def measure(transport: Transport, num_steps: int) -> list[float]:
         num_steps=num_steps,
         track_alignment=False,
     )
-    reports = [report for report in pipeline.run() if isinstance(report, StepReport)]
-    seconds = [report.splits[transport.stage].other for report in reports]
+    stage = transport.stage
+    seconds = [report.splits[stage].other for report in pipeline.run() if isinstance(report, StepReport)]
     size = num_steps // NUM_PARTS
     parts = [seconds[part * size : (part + 1) * size] for part in range(NUM_PARTS)]
     return [1e6 * statistics.median(part) / ACTIONS_PER_STEP for part in parts]

@@ -138,6 +138,13 @@ def draw(runs: list[Run], path: Path) -> None:
     axes.legend()
     axes.set_title("P = 2, m = 4, one core per stage; dotted: the synchronous runs' final loss")
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def leave_behind(runs: list[Run], output: Path) -> None:
+    output.with_suffix(".json").write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    output.with_suffix(".md").write_text(table(runs) + "\n")
+    draw(runs, output.with_suffix(".png"))
 
 
 def main() -> None:
@@ -152,11 +159,9 @@ def main() -> None:
             runs.append(train(rival, seed, options, arguments.steps))
             done = runs[-1]
             print(f"seed {seed}, {rival}: {done.steps} steps, {done.seconds[-1]:.0f} s, loss {done.losses[-1]:.4f}")
+            if arguments.output:  # after every run: whoever stops it keeps what there is
+                leave_behind(runs, arguments.output)
     print(table(runs))
-    if arguments.output:
-        arguments.output.with_suffix(".json").write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(table(runs) + "\n")
-        draw(runs, arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_a_dear_head_leaves_its_stage_fewer_blocks(tmp_path, head_seconds, cut):
 
 def test_a_profile_of_another_model_is_refused(tmp_path):
     write(tmp_path / "profile.json", 1.0, dim=32)
-    with pytest.raises(ConfigError, match=r"pipeline\.profile = .* dim is 32 there and 16 here: run slipstream profile"):
+    with pytest.raises(ConfigError, match=r"pipeline\.profile = .* dim is 32 there and 16 here: run slipstream"):
         check(config(tmp_path / "profile.json"))
 
 
