@@ -163,7 +163,7 @@ def _model(config: Config) -> ModelConfig:
 
 def _check_plan(given: PlanArguments) -> None:
     if not 1 <= given.devices <= MAX_DEVICES:
-        problem = "is missing" if given.devices == 0 else f"= {given.devices} cannot be"
+        problem = "is missing, or 0" if given.devices == 0 else f"= {given.devices} cannot be"
         raise UsageError(f"devices {problem}: say how many there are, --devices 8, up to {MAX_DEVICES:,}")
     for name in ("memory", "bandwidth_gbps"):
         value = getattr(given, name)
