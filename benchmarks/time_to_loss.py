@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/time_to_loss.py --output benchmarks/time_to_loss    about 20 minutes on two cores
 
-The rules, fixed before the first result:
+The rules, fixed before the first full run; a trial of 12 steps had been seen when the fourth rival came:
 - `slipstream train` with its built-in default (P = 2, m = 4, Muon, the standard library's source as bytes), one core
   per stage; the rivals differ in the schedule, in optimizer.error_feedback, and in train.steps where that is said.
 - The learning rate is the default, which was not tuned for either; its warm-up and cosine span each run's own steps.
