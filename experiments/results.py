@@ -81,7 +81,7 @@ def tables() -> dict[str, str]:
     if main_study := read_study("main"):
         found["main table"] = markdown_table(rows(main_study))
         found["comparison table"] = comparison_table(main_study)
-    for name in ("ablations", "length", "pipedream", "beyond"):
+    for name in ("ablations", "length", "parts", "pipedream", "beyond"):
         if records := read_study(name):
             found[f"{name} table"] = markdown_table(rows(records))
     return found

@@ -25,6 +25,8 @@ from .record import Record
 MODES = ("sync", "async", "ef")
 """These come first; other modes follow as they appear."""
 RATE, STEPS, STUDY = "optimizer.learning_rate", "train.steps", "study"
+UNCORRECTED = ("async", "pipedream", "paci")
+"""Modes that take the delay as it is, and so recover nothing."""
 MAX_EXTRAPOLATION = 10.0
 """How many times beyond the longest run, or below the shortest, a token overhead is still read off a straight line."""
 
@@ -231,7 +233,7 @@ def _recovered(cell: Record, plain: Sequence[Record], cells: Mapping[str, Record
     """`plain`: the async cells with the same baseline. Where a grid varies them, by the number of stages say, the one
     that shares most of the cell's setting counts."""
     gap = _gap(cell, cells)
-    if gap is None or cell.mode == "async" or not plain:
+    if gap is None or cell.mode in UNCORRECTED or not plain:
         return None
     items = cell.setting.items()
     nearest = max(plain, key=lambda other: sum(other.setting.get(axis) == value for axis, value in items))
