@@ -60,8 +60,12 @@ class PipelineSection:
     """two_bw, one_f_one_b, gpipe, pipedream or paci."""
     stages: int = 2
     """Parts the layers are cut into, each with a process (under torchrun: a rank) of its own."""
+    replicas: int = 1
+    """Copies of the whole pipeline, each with its own microbatches of every step: stages x replicas processes."""
+    placement: Literal["pipeline", "replica"] = "pipeline"
+    """Which processes have consecutive ranks: the stages of a replica, or the replicas of a stage."""
     microbatches: int = 4
-    """To a step. two_bw wants at least one per stage, and twice that less one at double depth."""
+    """To a step of each replica. two_bw wants at least one per stage, and twice that less one at double depth."""
     depth: str = "minimum"
     """two_bw: "double" keeps twice the forwards in flight and hides the latency of links."""
     sync_start_steps: int = 0
@@ -100,6 +104,8 @@ class OptimizerSection:
     """Likewise: look one step ahead along the mean."""
     nesterov: bool = True
     """muon: look ahead along the momentum."""
+    lookahead: float | None = None
+    """muon, with nesterov: how many steps ahead; the more, the more the newest gradient counts. None: one."""
     newton_schulz_steps: int = 5
     """muon: iterations that make an update orthogonal."""
     newton_schulz_dtype: Literal["float64", "float32", "bfloat16"] = "float32"
@@ -214,6 +220,7 @@ AT_LEAST = {
     "train.steps": 1,
     "train.microbatch_size": 1,
     "pipeline.stages": 1,
+    "pipeline.replicas": 1,
     "pipeline.microbatches": 1,
     "pipeline.sync_start_steps": 0,
     "optimizer.error_feedback": 0,
@@ -310,6 +317,12 @@ def _validate_optimizer(config: Config) -> None:
         value = getattr(section, name)
         if not 0 <= value < 1:
             raise ConfigError(f"optimizer.{name} = {value} cannot be: use at least 0 and less than 1")
+    if section.lookahead is not None and not 0 <= section.lookahead * (1 - section.momentum) <= 1 + 1e-9:
+        most = 1 / (1 - section.momentum)
+        raise ConfigError(
+            f"optimizer.lookahead = {section.lookahead} cannot be: use 0 to {most:g}, where with optimizer.momentum = "
+            f"{section.momentum} the newest gradient is all that counts"
+        )
     if not 0 <= section.final_fraction <= 1:
         raise ConfigError(f"optimizer.final_fraction = {section.final_fraction} is no share: use 0 to 1")
     for name in ("warmup_steps", "decay_steps"):

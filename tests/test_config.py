@@ -126,6 +126,8 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ({"optimizer__weight_decay": math.inf}, "optimizer.weight_decay = inf is not finite"),
         ({"optimizer__error_feedback": math.nan}, "optimizer.error_feedback = nan is not finite"),
         ({"optimizer__arguments": {"momentum": math.nan}}, "optimizer.arguments.momentum = nan is not finite"),
+        ({"optimizer__lookahead": 21.0}, "optimizer.lookahead = 21.0 cannot be: use 0 to 20, where with"),
+        ({"optimizer__lookahead": -1.0}, "optimizer.lookahead = -1.0 cannot be"),
         ({"optimizer__beta1": 1.0}, "optimizer.beta1 = 1.0 cannot be: use at least 0 and less than 1"),
         ({"optimizer__final_fraction": 1.5}, "optimizer.final_fraction = 1.5 is no share: use 0 to 1"),
         ({"optimizer__schedule": "step"}, "optimizer.schedule = 'step' is unknown: choose one of constant, cosine"),

@@ -78,6 +78,7 @@ class Hyperparameters(TypedDict, total=False):
 
     muon_beta: float
     muon_nesterov: bool
+    muon_lookahead: float
     muon_ns_steps: int
     muon_ns_dtype: torch.dtype
     muon_scale: str

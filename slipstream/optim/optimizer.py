@@ -29,6 +29,9 @@ class Muon(Optimizer):
 
     A 3-D parameter is a stack of matrices, each orthogonalised on its own. Embeddings, heads and vectors want
     `AdamW`.
+
+    lookahead: how far `nesterov` looks, in steps; the more, the more the newest gradient counts, up to 1 / (1 - beta),
+    where it is all that counts. Under delay, when that gradient is late itself, more than one may serve.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Muon(Optimizer):
         lr: float,
         beta: float = 0.95,
         nesterov: bool = True,
+        lookahead: float = 1.0,
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.float32,
         scale: str = "spectral",
@@ -47,6 +51,7 @@ class Muon(Optimizer):
             "lr": lr,
             "beta": beta,
             "nesterov": nesterov,
+            "lookahead": lookahead,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
             "scale": scale,
@@ -57,8 +62,13 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         with _newest_group(self) as group:
-            _require_not_negative(group, "lr", "weight_decay")
+            _require_not_negative(group, "lr", "weight_decay", "lookahead")
             _require_fraction(group, "beta")
+            if group["lookahead"] * (1 - group["beta"]) > 1 + 1e-9:
+                raise ValueError(
+                    f"lookahead is {group['lookahead']}, more than 1 / (1 - beta) = {1 / (1 - group['beta']):g}, where "
+                    "the newest gradient is all that counts: use less"
+                )
             if group["ns_steps"] < 1:
                 raise ValueError(f"ns_steps is {group['ns_steps']}: use at least 1 Newton-Schulz step")
             if group["ns_dtype"] not in NS_DTYPES:
@@ -94,7 +104,11 @@ class Muon(Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
             direction = momentum_direction(
-                parameter.grad, state["momentum"], beta=group["beta"], nesterov=group["nesterov"]
+                parameter.grad,
+                state["momentum"],
+                beta=group["beta"],
+                nesterov=group["nesterov"],
+                lookahead=group["lookahead"],
             )
             directions.append(direction.reshape(-1, rows, cols))
         updates = orthogonal_update(

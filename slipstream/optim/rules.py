@@ -52,12 +52,16 @@ def newton_schulz(
     return X.reshape(matrices.shape).to(matrices.dtype)
 
 
-def momentum_direction(gradient: Tensor, momentum: Tensor, *, beta: float, nesterov: bool) -> Tensor:
+def momentum_direction(
+    gradient: Tensor, momentum: Tensor, *, beta: float, nesterov: bool, lookahead: float = 1.0
+) -> Tensor:
     """Advance the momentum by one gradient; what comes back may be the momentum itself: do not write it."""
     # m <- beta m + (1 - beta) g
     momentum.lerp_(gradient, 1 - beta)
-    # Nesterov looks one step ahead: beta m + (1 - beta) g
-    return gradient.lerp(momentum, beta) if nesterov else momentum
+    if not nesterov:
+        return momentum
+    # Nesterov looks one step ahead, beta m + (1 - beta) g; and k steps along the same line, m + k (1 - beta) (g - m)
+    return gradient.lerp(momentum, beta if lookahead == 1 else 1 - lookahead * (1 - beta))
 
 
 def orthogonal_update(direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str) -> Tensor:
@@ -89,9 +93,10 @@ def muon_update(
     ns_steps: int,
     ns_dtype: torch.dtype,
     scale: str,
+    lookahead: float = 1.0,
 ) -> Tensor:
     """Muon with its momentum as a moving average, in the convention of torch.optim.Muon."""
-    direction = momentum_direction(gradient, momentum, beta=beta, nesterov=nesterov)
+    direction = momentum_direction(gradient, momentum, beta=beta, nesterov=nesterov, lookahead=lookahead)
     return orthogonal_update(direction, lr=lr, ns_steps=ns_steps, ns_dtype=ns_dtype, scale=scale)
 
 

@@ -250,6 +250,8 @@ def test_refused_group_is_not_kept() -> None:
         (Muon, "lr", -0.1, "use 0 or more"),
         (Muon, "weight_decay", -0.1, "use 0 or more"),
         (Muon, "beta", 1.0, "use a value from 0 up to"),
+        (Muon, "lookahead", -1.0, "use 0 or more"),
+        (Muon, "lookahead", 21.0, "use less"),
         (Muon, "ns_steps", 0, "use at least 1"),
         (Muon, "ns_dtype", torch.int32, "use one of torch.float64"),
         (Muon, "scale", "rms", "choose one of spectral"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.optim.rules import SCALES, adamw_update, muon_update, newton_schulz, shape_scale
+from slipstream.optim.rules import SCALES, adamw_update, momentum_direction, muon_update, newton_schulz, shape_scale
 
 MUON: dict[str, Any] = {
     "lr": 0.02,
@@ -122,6 +122,15 @@ def test_muon_is_torch_muon_with_another_newton_schulz(
         torch_muon.step()
         ours -= muon_update(theirs.grad, momentum, **{**MUON, "nesterov": nesterov, "scale": scale})
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("lookahead", [0.0, 1.0, 2.5, 10.0])
+def test_the_direction_looks_as_far_ahead_as_it_is_told(lookahead: float) -> None:
+    momentum, gradient = random(4, 3, seed=1), random(4, 3, seed=2)
+    after = 0.9 * momentum + 0.1 * gradient
+    direction = momentum_direction(gradient, momentum, beta=0.9, nesterov=True, lookahead=lookahead)
+    torch.testing.assert_close(direction, after + lookahead * 0.1 * (gradient - after), rtol=0, atol=1e-15)
+    torch.testing.assert_close(momentum, after, rtol=0, atol=1e-15)
 
 
 @quiet_bf16
