@@ -16,6 +16,9 @@ The rules. Some were changed after first results were seen; the dated page says 
   message.
 - Step time: mean over the steady steps of a round on the slowest stage; two_bw's fill and drain are left out, and the
   first two steps of the others. Reported: median over rounds, and the lowest and highest round.
+- Where cores are fewer than stages, every process keeps to one of them and neighbours to different ones; the layer's
+  backward is one node of autograd; and torch.distributed lives only while a rival of torch's runs, for its threads wake
+  a hundred times a second. All three since the fourth measurement, for every rival alike.
 - slipstream's stages share one machine here and exchange messages in shared memory; "gloo links" is a world of its own,
   beside torch's 1F1B, whose messages always go over gloo.
 - No rival clips unless its row says so; diagnostics are off.

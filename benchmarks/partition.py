@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from slipstream import Pipeline, StepReport, launch
+from slipstream.bench.world import meet
 from slipstream.config import Config, ModelSection, PipelineSection, TrainSection, model_config
 from slipstream.model import decoder, initialise, layer_costs, next_token_loss
 from slipstream.pipeline.comm import Transport
@@ -58,7 +58,7 @@ def measure(transport: Transport, cuts: list[list[int]], num_rounds: int) -> lis
         for cut, row in zip(cuts, seconds, strict=True):
             model = decoder(model_settings)
             initialise(model, model_settings, seed=0)
-            dist.barrier()
+            meet(transport)
             pipeline = Pipeline(
                 transport,
                 model,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from slipstream.config import Config, EvaluationSection, ModelSection, Optimizer
 from slipstream.model import decoder, initialise, layer_costs, next_token_loss
 from slipstream.parts import parameter_groups
 from slipstream.pipeline import partition
-from slipstream.pipeline.comm import Gathering, Transport
+from slipstream.pipeline.comm import Gathering, Summing, Transport
 from slipstream.pipeline.link import Link, Message, Waiting
 from slipstream.plan.live import LiveBytes
 from slipstream.plan.memory import MemoryModel, Stage, StageMemory
@@ -77,6 +78,9 @@ class Alone(Transport):
             self._watched.add(threading.get_ident())
             self._live.watch().__enter__()  # for as long as the thread lives
         return AloneGathering(self, tensor, len(stages))
+
+    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
+        raise NotImplementedError("a stage alone has no replicas")
 
     def fail(self, message: str) -> str:
         return message

@@ -9,7 +9,7 @@ the links', and with it whatever else makes a stage wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from .pipeline.clock import TimeSplit
@@ -57,7 +57,7 @@ def expect(schedule: Schedule, steps: Sequence[Sequence[TimeSplit]]) -> Expectat
     overhead = [split.data + split.other for split in by_stage]
     burdened = _step_time(bounded, by_stage, overhead)
     expected, carried = fmean(compute) / step_time, fmean(compute) / burdened
-    measured = fmean(replace(split, evaluation=0.0).utilisation for split in by_stage)
+    measured = fmean(split._replace(evaluation=0.0).utilisation for split in by_stage)
     data = sum(split.data for split in by_stage) / sum(overhead) if any(overhead) else 0.0
     return Expectation(
         expected_by_stage=tuple(seconds / step_time for seconds in compute),
@@ -82,4 +82,4 @@ def _step_time(schedule: Schedule, by_stage: Sequence[TimeSplit], overhead: Sequ
 
 
 def _mean(splits: Sequence[TimeSplit]) -> TimeSplit:
-    return TimeSplit(*map(fmean, zip(*map(astuple, splits), strict=True)))
+    return TimeSplit(*map(fmean, zip(*splits, strict=True)))

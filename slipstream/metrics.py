@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -78,7 +77,7 @@ class Metrics:
             best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},
             utilisations=report.utilisations,
             expected_utilisation=self.expectation and self.expectation.expected,
-            stage_seconds=[dataclasses.asdict(split) for split in report.splits],
+            stage_seconds=[split._asdict() for split in report.splits],
             delay=report.delay,
             skipped=report.skipped,
             tokens=done * self._tokens_per_step,

@@ -81,13 +81,18 @@ def check(config: Config) -> Parts:
 
 
 def _check_torchrun(config: Config) -> None:
-    stages, world_size = config.pipeline.stages, int(os.environ["WORLD_SIZE"])
+    stages, replicas, world_size = config.pipeline.stages, config.pipeline.replicas, int(os.environ["WORLD_SIZE"])
     if config.pipeline.transport == "thread" and world_size > 1:
         raise ConfigError(
             f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {world_size}: "
             "set pipeline.transport = 'process', or leave torchrun out"
         )
-    if config.pipeline.transport == "process" and stages != world_size:
+    if config.pipeline.transport == "process" and replicas > 1 and stages * replicas != world_size:
+        raise ConfigError(
+            f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not the {world_size} processes that "
+            f"torchrun started: start {stages * replicas}, or change one of them"
+        )
+    if config.pipeline.transport == "process" and replicas == 1 and stages != world_size:
         raise ConfigError(
             f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
             f"set pipeline.stages = {world_size}, or start {stages}"
@@ -97,11 +102,11 @@ def _check_torchrun(config: Config) -> None:
 def _check_cuda(config: Config) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
-    num_devices, stages = torch.cuda.device_count(), config.pipeline.stages
+    num_devices, stages = torch.cuda.device_count(), config.pipeline.stages * config.pipeline.replicas
     if config.pipeline.transport == "process" and not under_torchrun() and num_devices < stages:
         raise ConfigError(
-            f"pipeline.stages = {stages} processes need a GPU each and there are {num_devices}: use "
-            "pipeline.transport = 'thread' for several stages on one GPU, or fewer stages"
+            f"pipeline.stages x pipeline.replicas = {stages} processes need a GPU each and there are {num_devices}: "
+            "use pipeline.transport = 'thread' for several stages on one GPU, or fewer stages"
         )
 
 
@@ -118,6 +123,7 @@ def parameter_groups(config: Config) -> list[Group]:
             muon_lr=section.learning_rate,
             muon_beta=section.momentum,
             muon_nesterov=section.nesterov,
+            muon_lookahead=1.0 if section.lookahead is None else section.lookahead,
             muon_ns_steps=section.newton_schulz_steps,
             muon_ns_dtype=getattr(torch, section.newton_schulz_dtype),
             adamw_lr=section.adamw_learning_rate,
@@ -244,7 +250,9 @@ def _has_tied(config: Config, model: ModelConfig) -> bool:
 def _batches(config: Config, model: ModelConfig, corpus: Corpus) -> tuple[Batches, ValidationBatches | None]:
     length, size = model.sequence_length, config.train.microbatch_size
     _check_window(corpus.train, "training", length, "give data.sources more text")
-    batches = Batches(corpus.train, length, size, config.pipeline.microbatches, seed=config.train.seed)
+    batches = Batches(
+        corpus.train, length, size, config.pipeline.microbatches * config.pipeline.replicas, seed=config.train.seed
+    )
     if not config.evaluation.batches:
         return batches, None
     _check_window(

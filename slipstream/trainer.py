@@ -14,7 +14,7 @@ import shutil
 import statistics
 import sys
 from contextlib import suppress
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,17 @@ def train(config: Config) -> None:
     parts = check(config)
     if is_first:
         _make_folder(folder, config)
+        replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
-            f"{parts.layers_per_stage} layers, {config.pipeline.schedule}, {config.train.device}; writing {folder}"
+            f"{parts.layers_per_stage} layers{replicas}, {config.pipeline.schedule}, {config.train.device}; "
+            f"writing {folder}"
         )
     launch(
         partial(train_stage, config=config),
         config.pipeline.stages,
+        num_replicas=config.pipeline.replicas,
+        placement=config.pipeline.placement,
         threads=config.pipeline.transport == "thread",
         device=config.train.device,
         timeout_seconds=config.pipeline.timeout_seconds,
@@ -104,9 +108,9 @@ def train_stage(transport: Transport, config: Config) -> None:
     parts = check(config)
     device = torch.device(config.train.device)
     if device.type == "cpu" and config.pipeline.transport == "process":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.num_stages))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (transport.num_stages * transport.num_replicas)))
     pipeline = make_pipeline(transport, config, parts)
-    is_last = transport.stage == transport.num_stages - 1
+    is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
     tokens_per_step = parts.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
     metrics = (
@@ -185,7 +189,7 @@ def _gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], 
     clock = executor.clock
     own = {
         "utilisation": clock.split().utilisation,
-        "time_split": asdict(clock.split().shares()),
+        "time_split": clock.split().shares()._asdict(),
         "overhead": clock.split().other / clock.num_actions if clock.num_actions else math.nan,
         "background_update": clock.background_seconds / clock.num_background_updates
         if clock.num_background_updates
@@ -206,7 +210,7 @@ def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
     """The latest actions, and the waits between them."""
     places = [i for i, span in enumerate(spans) if span.activity.is_compute]
     first = places[-num_actions] if len(places) >= num_actions > 0 else 0 if num_actions else len(spans)
-    return [(str(span.action), int(span.activity), *astuple(span)[2:]) for span in spans[first:]]
+    return [(str(span.action), int(span.activity), *span[2:]) for span in spans[first:]]
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -235,6 +239,7 @@ def _summary(
     return {
         "schedule": config.pipeline.schedule,
         "stages": config.pipeline.stages,
+        "replicas": config.pipeline.replicas,
         "layers_per_stage": parts.layers_per_stage,
         "microbatches": config.pipeline.microbatches,
         "steps": config.train.steps,

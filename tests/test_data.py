@@ -126,22 +126,18 @@ def test_a_huge_corpus_needs_no_table() -> None:
     assert len(set(windows)) == 100 and max(windows) < 10**12 + 39
 
 
-def test_replicas_and_microbatches_of_an_epoch_are_disjoint_and_leave_nothing_out() -> None:
-    tokens = counting(16 * 3 * 10 + 1)  # 48 windows: 2 steps of 3 microbatches x 4 replicas x 2 rows
-    replicas = [Batches(tokens, 10, 2, 3, replica=replica, num_replicas=4) for replica in range(4)]
-    seen = Counter(w for b in replicas for step in range(2) for m in range(3) for w in b.windows(step, m))
+def test_microbatches_of_an_epoch_are_disjoint_and_leave_nothing_out() -> None:
+    batches = Batches(counting(16 * 3 * 10 + 1), 10, 2, 12)  # 48 windows: 2 steps of 12 microbatches x 2 rows
+    seen = Counter(w for step in range(2) for m in range(12) for w in batches.windows(step, m))
     assert seen == Counter(range(48))
 
 
 def test_a_step_reads_the_same_windows_however_it_is_divided() -> None:
-    def step(microbatch_size: int, num_microbatches: int, num_replicas: int) -> set[int]:
-        replicas = [
-            Batches(counting(1001), 10, microbatch_size, num_microbatches, replica=r, num_replicas=num_replicas)
-            for r in range(num_replicas)
-        ]
-        return {w for b in replicas for m in range(num_microbatches) for w in b.windows(5, m)}
+    def step(microbatch_size: int, num_microbatches: int) -> set[int]:
+        batches = Batches(counting(1001), 10, microbatch_size, num_microbatches)
+        return {w for m in range(num_microbatches) for w in batches.windows(5, m)}
 
-    assert step(2, 2, 2) == step(8, 1, 1) == step(1, 4, 2) == step(1, 8, 1)
+    assert step(2, 4) == step(8, 1) == step(1, 8)
 
 
 def test_the_last_tokens_that_fill_no_window_are_never_read() -> None:
@@ -150,8 +146,8 @@ def test_the_last_tokens_that_fill_no_window_are_never_read() -> None:
 
 
 def test_num_tokens_counts_the_whole_batch() -> None:
-    batches = Batches(counting(1001), 10, 2, 3, replica=1, num_replicas=4)
-    assert batches.num_tokens(0) == 4 * 3 * sum((batches(0, 0)[1] != IGNORE).sum(1)).item()
+    batches = Batches(counting(1001), 10, 2, 12)
+    assert batches.num_tokens(0) == 12 * sum((batches(0, 0)[1] != IGNORE).sum(1)).item()
 
 
 @pytest.mark.parametrize("index", [(-1, 0), (0, -1), (0, 3)])
@@ -166,8 +162,6 @@ def test_an_index_outside_the_step_is_refused(index: tuple[int, int]) -> None:
         ({"sequence_length": 0}, "sequence_length is 0: set it to 1 or more"),
         ({"microbatch_size": 0}, "microbatch_size is 0"),
         ({"num_microbatches": -2}, "num_microbatches is -2"),
-        ({"num_replicas": 0}, "num_replicas is 0"),
-        ({"replica": 2, "num_replicas": 2}, "replica is 2: with 2 replicas, count from 0"),
         (
             {"sequence_length": 50},
             "sequence_length is 50, so one window takes 51 tokens, but there are 50 for training",

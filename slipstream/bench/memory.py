@@ -32,10 +32,10 @@ def peak_memory(rival: Rival, world: World) -> list[int] | None:
 
 
 def _grow(transport: Transport, rival: Rival, world: World) -> int | None:
-    settle_stage()
+    settle_stage(transport.stage, transport.num_stages)
     before = _kibibytes("VmRSS")
     try:
-        run(rival, world.workload, world.unbalanced, transport, NUM_STEPS)
+        run(rival, world.layers, world.unbalanced, transport, NUM_STEPS)
     except Refused:
         return None
     peak = _kibibytes("VmHWM")

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from .. import Pipeline, StepReport
 from ..pipeline.clock import Activity, Clock
-from ..pipeline.comm import Transport
+from ..pipeline.comm import ProcessTransport, Transport
 from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError
 from .replay import replayed_step_time
 from .workloads import WORKLOADS, Placement, Workload, work_of
@@ -32,6 +32,8 @@ TORCH_SHAPES = {
     "ScheduleDualPipeV": "v",
 }
 """torch's schedules by the name of their class, and how each places chunks on processes."""
+SPLITTING = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+"""Those that compute the gradient of a layer's input and that of its weight apart."""
 
 
 class Refused(ValueError):
@@ -115,7 +117,9 @@ def run(rival: Rival, workload: str, unbalanced: bool, transport: Transport, num
     if rival.engine == "slipstream":
         return _run_slipstream(rival, made, transport, num_steps)
     if rival.engine == "torch":
-        return _run_torch(rival, made, unbalanced, transport, num_steps)
+        assert isinstance(transport, ProcessTransport)
+        with transport.process_group():  # gloo's threads must not disturb the other rivals
+            return _run_torch(rival, made, unbalanced, transport, num_steps)
     return _run_bare(rival, made, transport, num_steps)
 
 

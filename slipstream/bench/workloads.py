@@ -98,6 +98,23 @@ class _Pace:
         _sleep_until(self._ends_at)
 
 
+class _Whole(torch.autograd.Function):
+    """A backward in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ends_at = time.perf_counter() + ctx.seconds
+        [gradient] = gradients
+        gradient_of_weight = gradient.sum().reshape(1)
+        _sleep_until(ends_at)
+        return gradient, gradient_of_weight, None
+
+
 class _Meet(torch.autograd.Function):
     """Where the paths of input and weight meet. It is the first node of a backward, and of either half of one."""
 
@@ -129,20 +146,25 @@ class _Path(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Takes exactly as long as it is told, its arithmetic included: a joint backward `backward_seconds`, and half of
-    them for the gradient of the input or of the weight alone."""
+    """Takes exactly as long as it is told, its arithmetic included. Divisible: half of the backward's time goes to the
+    gradient of the input and half to that of the weight, for schedules that ask for one of them alone. That takes three
+    nodes where one does, all of them Python, and stages that share cores feel it: only where it is needed."""
 
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+    def __init__(self, forward_seconds: float, backward_seconds: float, divisible: bool = False) -> None:
         super().__init__()
-        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+        self.forward_seconds, self.backward_seconds, self.divisible = forward_seconds, backward_seconds, divisible
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         ends_at = time.perf_counter() + self.forward_seconds
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # the first stage has a path to its input too, as above an embedding
-        pace = _Pace(self.backward_seconds / 2)
-        outputs: Tensor = _Meet.apply(_Path.apply(x, pace), _Path.apply(self.weight, pace), pace)
+        outputs: Tensor
+        if not self.divisible:
+            outputs = _Whole.apply(x, self.weight, self.backward_seconds)
+        else:
+            if torch.is_grad_enabled() and not x.requires_grad:
+                x = x.detach().requires_grad_()  # the first stage has a path to its input too, as above an embedding
+            pace = _Pace(self.backward_seconds / 2)
+            outputs = _Meet.apply(_Path.apply(x, pace), _Path.apply(self.weight, pace), pace)
         _sleep_until(ends_at)
         return outputs
 
@@ -155,12 +177,14 @@ def _no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs * 0).sum()
 
 
-def emulated(placement: Placement, unbalanced: bool = False) -> Workload:
+def emulated(placement: Placement, unbalanced: bool = False, divisible: bool = False) -> Workload:
     work = work_of(placement.num_processes, unbalanced)
     per_process = placement.num_chunks / placement.num_processes
     shares = [work[placement.process(chunk)] / per_process for chunk in range(placement.num_chunks)]
     return Workload(
-        model=nn.Sequential(*(SleepingLayer(share * FORWARD_SECONDS, share * BACKWARD_SECONDS) for share in shares)),
+        model=nn.Sequential(
+            *(SleepingLayer(share * FORWARD_SECONDS, share * BACKWARD_SECONDS, divisible) for share in shares)
+        ),
         sizes=[1] * placement.num_chunks,
         data=_sleeping_data,
         loss=_no_loss,
@@ -205,4 +229,9 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
     return Workload(model, sizes, data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4))
 
 
-WORKLOADS: dict[str, Callable[[Placement, bool], Workload]] = {"emulated": emulated, "real": real}
+DIVISIBLE = "emulated, divisible"
+WORKLOADS: dict[str, Callable[[Placement, bool], Workload]] = {
+    "emulated": emulated,
+    DIVISIBLE: partial(emulated, divisible=True),
+    "real": real,
+}

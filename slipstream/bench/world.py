@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pickle
 import platform
 import statistics
 import tempfile
@@ -19,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..arguments import RunFailure
 from ..pipeline import StageFailure, launch
-from ..pipeline.comm import Transport
+from ..pipeline.comm import Transport, gather_objects
 from .links import link_latency, message_seconds
-from .rivals import Refused, Rival, StageCosts, StageRun, run
-from .workloads import SEQUENCE_LENGTH, sleep_precisely
+from .rivals import SPLITTING, Refused, Rival, StageCosts, StageRun, run
+from .workloads import DIVISIBLE, SEQUENCE_LENGTH, sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
 """Without a message, after which a rival counts as hanging."""
@@ -49,6 +50,13 @@ class World:
     unbalanced: bool = False
     shared_memory: bool = True
     """slipstream's messages; torch's always go over gloo."""
+
+    @property
+    def layers(self) -> str:
+        """The workload's name as `run` takes it. One rival that asks for half a backward, and all get layers that can
+        give it."""
+        is_divided = self.workload == "emulated" and any(rival.schedule in SPLITTING for rival in self.rivals)
+        return DIVISIBLE if is_divided else self.workload
 
 
 @dataclass(frozen=True)
@@ -149,15 +157,23 @@ def _round_from(values: dict[str, Any]) -> Round:
 # ---- on a stage
 
 
-def settle_stage() -> None:
-    """One thread, plain BLAS and exact sleeps, on every stage and for every rival."""
+def settle_stage(stage: int, num_stages: int) -> None:
+    """One thread, plain BLAS and exact sleeps, on every stage and for every rival. Where cores are fewer than stages,
+    each stage keeps to one of them, and neighbours to different ones."""
+    if platform.system() == "Linux" and num_stages > len(cores := sorted(os.sched_getaffinity(0))):
+        os.sched_setaffinity(0, {cores[stage % len(cores)]})
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     sleep_precisely()
 
 
+def meet(transport: Transport) -> None:
+    """Returns when all stages have come here."""
+    gather_objects(transport, b"", lambda: "the other stages to begin")
+
+
 def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
-    settle_stage()
+    settle_stage(transport.stage, transport.num_stages)
     shape = (1, 2) if world.workload == "emulated" else (1, SEQUENCE_LENGTH, MODEL_DIM)
     ours = [world.rivals[index] for _, index in todo if world.rivals[index].engine == "slipstream"]
     pings = {}
@@ -179,16 +195,16 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
         if is_first:
             on_turn(turn)
         write(turn)
-        dist.barrier()
+        meet(transport)
         try:
             with link_latency(transport, rival.latency_seconds):
-                own = run(rival, world.workload, world.unbalanced, transport, world.num_steps)
+                own = run(rival, world.layers, world.unbalanced, transport, world.num_steps)
         except Refused as refusal:
             refused.add(turn[1])
             write(turn, refusal=str(refusal))
             continue
-        stages: list[StageRun] = [own] * transport.num_stages
-        dist.all_gather_object(stages, own)
+        parts = gather_objects(transport, pickle.dumps(own), lambda: "what the other stages measured")
+        stages: list[StageRun] = [pickle.loads(part) for part in parts]
         result = Round(
             seconds_per_step=max(stage.seconds_per_step for stage in stages),
             costs=tuple(stage.costs for stage in stages if stage.costs is not None),

@@ -22,10 +22,10 @@ from .tokens import DataError, Tokens
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The training data of one replica: `batches(step, microbatch)` gives (inputs, targets).
+    """The training data: `batches(step, microbatch)` gives (inputs, targets).
 
-    Samples are numbered through the run: the rows of one replica's microbatch, then replicas, microbatches
-    and steps. So replicas read disjoint windows, and a step reads the same ones however it is divided.
+    Samples are numbered through the run: the rows of a microbatch, then microbatches and steps. So a step reads the
+    same windows however it is divided, into microbatches or among replicas.
     """
 
     tokens: Tokens
@@ -35,23 +35,16 @@ class Batches:
     microbatch_size: int
     """Rows in each microbatch."""
     num_microbatches: int
-    """Microbatches of each replica in each step."""
+    """In each step, those of all replicas."""
     seed: int = 0
     """Which order the windows come in."""
-    replica: int = 0
-    """Whose data this is, of ..."""
-    num_replicas: int = 1
-    """... how many."""
 
     def __post_init__(self) -> None:
         _check_positive(
             sequence_length=self.sequence_length,
             microbatch_size=self.microbatch_size,
             num_microbatches=self.num_microbatches,
-            num_replicas=self.num_replicas,
         )
-        if not 0 <= self.replica < self.num_replicas:
-            raise DataError(f"replica is {self.replica}: with {self.num_replicas} replicas, count from 0.")
         _check_window(self.tokens, self.sequence_length, "training")
 
     @property
@@ -60,15 +53,15 @@ class Batches:
         return _num_windows(self.tokens, self.sequence_length)
 
     def num_tokens(self, step: int) -> int:
-        """Targets that count in the whole batch of a step, over all microbatches and replicas."""
-        return self.num_replicas * self.num_microbatches * self.microbatch_size * self.sequence_length
+        """Targets that count in the whole batch of a step."""
+        return self.num_microbatches * self.microbatch_size * self.sequence_length
 
     def windows(self, step: int, microbatch: int) -> list[int]:
-        """The windows of one microbatch of this replica, which is counted from 0 in each step."""
+        """The windows of one microbatch, which is counted from 0 in each step."""
         if step < 0 or not 0 <= microbatch < self.num_microbatches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
-        group = (step * self.num_microbatches + microbatch) * self.num_replicas + self.replica
-        samples = range(group * self.microbatch_size, (group + 1) * self.microbatch_size)
+        first = (step * self.num_microbatches + microbatch) * self.microbatch_size
+        samples = range(first, first + self.microbatch_size)
         return shuffled(samples, self.num_windows, self.seed).tolist()
 
     def __call__(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:

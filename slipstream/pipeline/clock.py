@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import astuple, dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -41,8 +41,7 @@ class Activity(IntEnum):
         return self <= Activity.EVALUATION
 
 
-@dataclass(frozen=True)
-class TimeSplit:
+class TimeSplit(NamedTuple):
     """Seconds of a stage by what it was at."""
 
     forward: float = 0.0
@@ -61,7 +60,7 @@ class TimeSplit:
 
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        return sum(self)
 
     @property
     def utilisation(self) -> float:
@@ -70,12 +69,11 @@ class TimeSplit:
         return compute / self.total if self.total > 0 else math.nan
 
     def shares(self) -> TimeSplit:
-        return TimeSplit(*(seconds / self.total if self.total > 0 else math.nan for seconds in astuple(self)))
+        return TimeSplit(*(seconds / self.total if self.total > 0 else math.nan for seconds in self))
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a stage was at, in seconds since the clock was made."""
+class Span(NamedTuple):
+    """What a stage was at, in seconds since the clock was made. A tuple, because every action leaves a few of them."""
 
     action: Action
     """That was played, or waited for."""
@@ -86,8 +84,7 @@ class Span:
     """Beside other spans of the stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(NamedTuple):
     num_actions: int
     seconds: tuple[float, ...]
 

@@ -1,9 +1,9 @@
 """How stages reach each other; with shared_memory.py, all that sends or receives.
 
 A `Transport` is what one stage sees of the others: four links to its neighbours (forward and backward, in and out), a
-gather over stages, and a place to leave word of a failure. Two kinds: `ProcessTransport` over torch.distributed (gloo
-on CPU, with shared memory between processes of one machine; NCCL on CUDA) and `ThreadTransport` over in-process queues
-(tests, several stages on one GPU).
+gather over stages, a sum over the replicas of the stage, and a place to leave word of a failure. Two kinds:
+`ProcessTransport` over torch.distributed (gloo on CPU, with shared memory between processes of one machine; NCCL on
+CUDA) and `ThreadTransport` over in-process queues (tests, several stages on one GPU).
 
 A link over torch.distributed has a process group of its own: NCCL ignores message tags, so order within a group is all
 there is, and a receive posted early in a shared group could stand before a send it depends on.
@@ -11,11 +11,13 @@ there is, and a receive posted early in a shared group could stand before a send
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .link import Link, Message, PeerLost, Spec, Waiting, peer_lost
-from .shared_memory import Ends, SharedMemoryLink, connect
+from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
 
 _HEADER_LENGTH = 256
+_BUCKET_BYTES = 2**20
 
 
 class Gathering(ABC):
@@ -38,9 +41,20 @@ class Gathering(ABC):
         """One tensor per stage, in the order of the stages."""
 
 
+class Summing(ABC):
+    """A sum over replicas under way."""
+
+    @abstractmethod
+    def wait(self, waiting: Waiting) -> None:
+        """The tensors hold the sum, the same bits on every replica."""
+
+
 class Transport(ABC):
     stage: int
     num_stages: int
+    replica: int = 0
+    num_replicas: int = 1
+    """Copies of the whole pipeline. A stage's links and gathers stay within its own."""
     timeout_seconds: float
     max_under_way: int = 1
     """Messages that may be sent and not yet taken, on each link; more than that, and the sender waits."""
@@ -55,7 +69,12 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        """Starts to collect a tensor of one shape from each of `stages`. All of them call it, in the same order."""
+        """Starts to collect a tensor of one shape from each of `stages`. All of them call it, and wait for what comes
+        of it, in the same order."""
+
+    @abstractmethod
+    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
+        """Starts to add up, in place, what the replicas of this stage have. All of them call it, in the same order."""
 
     @abstractmethod
     def fail(self, message: str) -> str:
@@ -120,7 +139,7 @@ class ProcessLink(Link):
     def _start(self, operation: Callable[..., Any], tensor: Tensor) -> dist.Work | BrokenWork:
         """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
         try:
-            return operation(tensor, self._peer, group=self._group)
+            return operation(tensor, self._transport.rank_of(self._peer), group=self._group)
         except RuntimeError as error:
             return BrokenWork(error)
 
@@ -168,29 +187,134 @@ class ProcessGathering(Gathering):
         return self._gathered
 
 
+@dataclass(frozen=True)
+class AssemblyGathering(Gathering):
+    assembly: Assembly
+    tensor: Tensor
+    num_stages: int
+
+    def wait(self, waiting: Waiting) -> list[Tensor]:
+        return self.assembly.gather(self.tensor, self.num_stages, waiting)
+
+
+class ReplicaSumming(Summing):
+    def __init__(self, transport: ProcessTransport, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+        self._transport = transport
+        self._buckets = [(bucket, _flat(bucket)) for bucket in _buckets(tensors)]
+        self._works = [_present(dist.all_reduce(flat, group=group, async_op=True)) for _, flat in self._buckets]
+
+    def wait(self, waiting: Waiting) -> None:
+        for work in self._works:
+            self._transport.wait(work, waiting, None)
+        for bucket, flat in self._buckets:
+            if len(bucket) > 1 or flat.data_ptr() != bucket[0].data_ptr():
+                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Small tensors of a kind share a message; a large one has its own, and is summed where it lies."""
+    buckets: list[list[Tensor]] = []
+    for tensor in tensors:
+        last = buckets[-1] if buckets else None
+        if last and last[0].dtype == tensor.dtype and sum(t.nbytes for t in last) + tensor.nbytes <= _BUCKET_BYTES:
+            last.append(tensor)
+        else:
+            buckets.append([tensor])
+    return buckets
+
+
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    return (
+        bucket[0].view(-1)
+        if len(bucket) == 1 and bucket[0].is_contiguous()
+        else torch.cat([t.flatten() for t in bucket])
+    )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Which rank is which stage of which replica."""
+
+    num_stages: int
+    num_replicas: int = 1
+    placement: str = "pipeline"
+    """pipeline: the stages of a replica have consecutive ranks, so that neighbours are close. replica: those of a stage
+    in all replicas have."""
+
+    @property
+    def size(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    def rank(self, replica: int, stage: int) -> int:
+        if self.placement == "pipeline":
+            return replica * self.num_stages + stage
+        return stage * self.num_replicas + replica
+
+    def name(self, rank: int) -> str:
+        replica, stage = self.place(rank)
+        return f"stage {stage}" if self.num_replicas == 1 else f"stage {stage} of replica {replica}"
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The replica and the stage."""
+        if self.placement == "pipeline":
+            return divmod(rank, self.num_stages)
+        stage, replica = divmod(rank, self.num_replicas)
+        return replica, stage
+
+
 class ProcessTransport(Transport):
-    """One stage per rank of the default process group; rank = stage."""
+    """One stage of one replica per process. Where stages share a machine and compute on CPUs, torch.distributed stays
+    out of it until it is needed, for replicas or tied weights: every group of gloo's has a thread that wakes a hundred
+    times a second."""
 
     def __init__(
-        self, store: dist.Store, device: torch.device, timeout_seconds: float, shared_memory: bool = True
+        self,
+        store: dist.Store,
+        rank: int,
+        mesh: Mesh,
+        device: torch.device,
+        timeout_seconds: float,
+        shared_memory: bool = True,
     ) -> None:
-        self.stage, self.num_stages = dist.get_rank(), dist.get_world_size()
+        self.store, self._rank, self._mesh = store, rank, mesh
+        self.replica, self.stage = mesh.place(rank)
+        self.num_replicas, self.num_stages = mesh.num_replicas, mesh.num_stages
         self.device, self.timeout_seconds = device, timeout_seconds
-        self._store = store
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._num_joined = 0
         self._links: list[ProcessLink | SharedMemoryLink] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._assembly: Assembly | None = None
+        self._replicas: dist.ProcessGroup | None = None
+        is_local = shared_memory and device.type == "cpu"
         ends: dict[int, Ends] = {}
-        is_shared = [False] * (self.num_stages - 1)
-        if shared_memory and device.type == "cpu":
-            ends, is_shared = connect(store, self.stage, self.num_stages, timeout_seconds)
+        if is_local:
+            ends = connect(self._store_of(self.replica), self.stage, self.num_stages, timeout_seconds)
+        for replica in range(mesh.num_replicas):
+            self._open_edges(replica, ends, is_local)
+        if mesh.num_replicas > 1:
+            for stage in range(mesh.num_stages):
+                ranks = tuple(mesh.rank(replica, stage) for replica in range(mesh.num_replicas))
+                group = self._new_group(ranks, self._backend)
+                self._replicas = group if stage == self.stage else self._replicas
+
+    def _store_of(self, replica: int) -> dist.Store:
+        return dist.PrefixStore(f"replica {replica}", self.store)
+
+    def _open_edges(self, replica: int, ends: dict[int, Ends], is_local: bool) -> None:
+        """A replica's links, and its gather over all stages. Every process does so for every replica, because a process
+        group is made by all of them."""
+        store, is_own = self._store_of(replica), replica == self.replica
+        is_shared = shared_edges(store, self.num_stages) if is_local else [False] * (self.num_stages - 1)
         for edge in range(self.num_stages - 1):
-            groups = [] if is_shared[edge] else [self._new_group((edge, edge + 1), self._backend) for _ in range(2)]
-            if self.stage not in (edge, edge + 1):
+            ranks = self._mesh.rank(replica, edge), self._mesh.rank(replica, edge + 1)
+            groups = [] if is_shared[edge] else [self._new_group(ranks, self._backend) for _ in range(2)]
+            if not is_own or self.stage not in (edge, edge + 1):
                 continue
             peer = 2 * edge + 1 - self.stage
             forward, backward = (
-                [SharedMemoryLink(end, self.stage, peer, timeout_seconds, self._max_under_way) for end in ends[edge]]
+                [SharedMemoryLink(e, self.stage, peer, self.timeout_seconds, self._max_under_way) for e in ends[edge]]
                 if is_shared[edge]
                 else [ProcessLink(self, peer, group) for group in groups]
             )
@@ -199,25 +323,70 @@ class ProcessTransport(Transport):
                 self.forward_out, self.backward_in = forward, backward
             else:
                 self.forward_in, self.backward_out = forward, backward
-        everyone = tuple(range(self.num_stages))
-        self._groups[everyone, "gloo"] = self._new_group(everyone, "gloo")
+        is_assembled = is_local and all(is_shared)
+        if is_assembled and is_own:
+            meeting = assemble(store, self.stage, self.num_stages, self.timeout_seconds)
+            self._assembly = Assembly(meeting, self.stage, self.timeout_seconds)
+        if not is_assembled or self.num_replicas > 1:
+            self._open(replica, tuple(range(self.num_stages)), "gloo")
+
+    def rank_of(self, stage: int) -> int:
+        """In this replica."""
+        return self._mesh.rank(self.replica, stage)
 
     @property
     def _backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def _join(self) -> None:
+        self._num_joined += 1
+        dist.init_process_group(
+            "gloo",
+            # A store remembers what was said the last time.
+            store=dist.PrefixStore(f"group {self._num_joined}", self.store),
+            rank=self._rank,
+            world_size=self._mesh.size,
+            timeout=self._timeout,
+        )
+
+    @contextmanager
+    def process_group(self) -> Iterator[None]:
+        """torch.distributed for a while, for whoever needs it; all stages ask for it together."""
+        if dist.is_initialized():
+            yield
+            return
+        self._join()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def _max_under_way(self) -> int:
         return self.max_under_way
 
     def _new_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         """Every rank makes every group, in the same order, whether or not it is a member: torch asks for that."""
+        if not dist.is_initialized():
+            self._join()
         return dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
 
     def open_group(self, stages: tuple[int, ...]) -> None:
-        self._groups[stages, self._backend] = self._new_group(stages, self._backend)
+        for replica in range(self.num_replicas):
+            self._open(replica, stages, self._backend)
+
+    def _open(self, replica: int, stages: tuple[int, ...], backend: str) -> None:
+        group = self._new_group(tuple(self._mesh.rank(replica, stage) for stage in stages), backend)
+        if replica == self.replica:
+            self._groups[stages, backend] = group
 
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        group = self._groups[stages, "nccl" if tensor.is_cuda else "gloo"]
+        backend = "nccl" if tensor.is_cuda else "gloo"
+        if len(stages) == self.num_stages:
+            if self._assembly is not None and tensor.nbytes * self.num_stages <= Assembly.MAX_BYTES:
+                return AssemblyGathering(self._assembly, tensor, self.num_stages)
+            if (stages, backend) not in self._groups:  # only where there is one replica
+                self._open(0, stages, backend)
+        group = self._groups[stages, backend]
         gathered = [torch.empty_like(tensor) for _ in stages]
         work = _present(dist.all_gather(gathered, tensor, group=group, async_op=True))
         return ProcessGathering(self, work, tensor, gathered)
@@ -235,9 +404,14 @@ class ProcessTransport(Transport):
             is_silent = time.monotonic() - started >= self.timeout_seconds
             raise peer_lost(self.stage, peer, self.timeout_seconds if is_silent else None, waiting) from error
 
+    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
+        return ReplicaSumming(self, _present(self._replicas), tensors)
+
     def fail(self, message: str) -> str:
+        if self.num_replicas > 1:
+            message = f"replica {self.replica}: {message}"
         try:
-            return self._store.compare_set("slipstream/failure", "", message).decode()
+            return self.store.compare_set("slipstream/failure", "", message).decode()
         except (RuntimeError, ValueError):  # the store went down with its host
             return message
 
@@ -248,7 +422,10 @@ class ProcessTransport(Transport):
     def close(self) -> None:
         for link in self._links:
             link.close()
-        dist.destroy_process_group()
+        if self._assembly is not None:
+            self._assembly.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _present(value: Any) -> Any:
@@ -260,21 +437,24 @@ def _present(value: Any) -> Any:
 # ---- between threads: queues ---------------------------------------------------------------------------------------
 
 
+Meeting = tuple[str, tuple[int, ...], int]
+"""Of threads: which they are, who comes, and the how manieth it is."""
+
+
 class ThreadWorld:
     """What the stages of one process share: a condition, and everything that is guarded by it."""
 
-    def __init__(self, num_stages: int, timeout_seconds: float = 60.0) -> None:
-        self.num_stages, self.timeout_seconds = num_stages, timeout_seconds
+    def __init__(self, num_stages: int, timeout_seconds: float = 60.0, num_replicas: int = 1) -> None:
+        self.num_stages, self.num_replicas, self.timeout_seconds = num_stages, num_replicas, timeout_seconds
         self.changed = threading.Condition()
         self.failure: str | None = None
-        self.queues: dict[tuple[str, int], deque[Message]] = {}
-        self.gathers: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = {}
-        for edge in range(num_stages - 1):
-            self.queues["forward", edge] = deque()
-            self.queues["backward", edge] = deque()
+        self.queues: defaultdict[tuple[str, int, int], deque[Message]] = defaultdict(deque)
+        """By direction, replica and edge."""
+        self.gathers: dict[Meeting, dict[int, Any]] = {}
 
-    def transport(self, stage: int) -> ThreadTransport:
-        return ThreadTransport(self, stage)
+    def transport(self, stage: int, replica: int = 0) -> ThreadTransport:
+        with self.changed:
+            return ThreadTransport(self, stage, replica)
 
     def wait_for(self, ready: Callable[[], bool], stage: int, waiting: Waiting) -> None:
         """Call with the condition held."""
@@ -305,39 +485,59 @@ class QueueLink(Link):
 
 
 class ThreadGathering(Gathering):
-    def __init__(self, world: ThreadWorld, stage: int, key: tuple[tuple[int, ...], int]) -> None:
-        self._world, self._stage, self._key = world, stage, key
-        self._parts = world.gathers[key]
+    def __init__(self, world: ThreadWorld, stage: int, meeting: Meeting) -> None:
+        self._world, self._stage, self._meeting = world, stage, meeting
+        self._parts = world.gathers[meeting]
 
-    def wait(self, waiting: Waiting) -> list[Tensor]:
+    def wait(self, waiting: Waiting) -> list[Any]:
+        members = self._meeting[1]
         with self._world.changed:
-            self._world.wait_for(lambda: len(self._parts) == len(self._key[0]), self._stage, waiting)
-            self._world.gathers.pop(self._key, None)
-        return [self._parts[stage] for stage in self._key[0]]
+            self._world.wait_for(lambda: len(self._parts) == len(members), self._stage, waiting)
+            self._world.gathers.pop(self._meeting, None)
+        return [self._parts[member] for member in members]
+
+
+class ThreadSumming(Summing):
+    def __init__(self, gathering: ThreadGathering, tensors: Sequence[Tensor]) -> None:
+        self._gathering, self._tensors = gathering, tensors
+
+    @torch.no_grad()
+    def wait(self, waiting: Waiting) -> None:
+        for tensor, *parts in zip(self._tensors, *self._gathering.wait(waiting), strict=True):
+            tensor.copy_(functools.reduce(torch.add, parts))  # in the order of the replicas, on all of them
 
 
 class ThreadTransport(Transport):
-    def __init__(self, world: ThreadWorld, stage: int) -> None:
+    def __init__(self, world: ThreadWorld, stage: int, replica: int) -> None:
         self.stage, self.num_stages, self.timeout_seconds = stage, world.num_stages, world.timeout_seconds
+        self.replica, self.num_replicas = replica, world.num_replicas
         self._world = world
-        self._num_gathers: dict[tuple[int, ...], int] = {}
+        self._num_meetings: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         if stage > 0:
-            self.forward_in = QueueLink(world, stage, world.queues["forward", stage - 1])
-            self.backward_out = QueueLink(world, stage, world.queues["backward", stage - 1])
+            self.forward_in = QueueLink(world, stage, world.queues["forward", replica, stage - 1])
+            self.backward_out = QueueLink(world, stage, world.queues["backward", replica, stage - 1])
         if stage < world.num_stages - 1:
-            self.forward_out = QueueLink(world, stage, world.queues["forward", stage])
-            self.backward_in = QueueLink(world, stage, world.queues["backward", stage])
+            self.forward_out = QueueLink(world, stage, world.queues["forward", replica, stage])
+            self.backward_in = QueueLink(world, stage, world.queues["backward", replica, stage])
 
     def open_group(self, stages: tuple[int, ...]) -> None:
         pass
 
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        index = self._num_gathers.get(stages, 0)
-        self._num_gathers[stages] = index + 1
+        return self._meet(f"stages of replica {self.replica}", stages, self.stage, tensor)
+
+    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
+        own = [tensor.clone() for tensor in tensors]  # the sum is written into the others while they are still read
+        replicas = tuple(range(self.num_replicas))
+        return ThreadSumming(self._meet(f"replicas of stage {self.stage}", replicas, self.replica, own), tensors)
+
+    def _meet(self, what: str, members: tuple[int, ...], member: int, value: Any) -> ThreadGathering:
+        index = self._num_meetings[what, members]
+        self._num_meetings[what, members] = index + 1
         with self._world.changed:
-            parts = self._world.gathers.setdefault((stages, index), {})
-            gathering = ThreadGathering(self._world, self.stage, (stages, index))
-            parts[self.stage] = tensor
+            parts = self._world.gathers.setdefault((what, members, index), {})
+            gathering = ThreadGathering(self._world, self.stage, (what, members, index))
+            parts[member] = value
             self._world.changed.notify_all()
         return gathering
 

@@ -152,10 +152,11 @@ class Executor:
             for action in actions:
                 self._expect(action)
                 ahead.append(action)
-                if len(ahead) > LOOKAHEAD:
-                    yield from self._play(ahead.popleft())
+                if len(ahead) > LOOKAHEAD and (report := self._play(ahead.popleft())) is not None:
+                    yield report
             while ahead:
-                yield from self._play(ahead.popleft())
+                if (report := self._play(ahead.popleft())) is not None:
+                    yield report
             self._transport.flush()
             self.clock.finish()
         except PeerLost as lost:
@@ -178,11 +179,9 @@ class Executor:
         everyone = tuple(range(self._transport.num_stages))
         self._transport.gather(torch.zeros(1), everyone).wait(lambda: "the other stages to see the inf or nan too")
 
-    def _play(self, action: Action) -> Iterator[StepReport | EvaluationReport]:
+    def _play(self, action: Action) -> StepReport | EvaluationReport | None:
         self.action = action
-        report = self._handlers[action.op](action)
-        if report is not None:
-            yield report
+        return self._handlers[action.op](action)
 
     def _expect(self, action: Action) -> None:
         if action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
@@ -242,7 +241,9 @@ class Executor:
         """Hands a finished batch to the update, which two_bw makes in the background until its deadline."""
         assert self._pending is None, "a batch ended before the update of the one before it"
         gradients = self._versions.take_gradients(version)
-        for name in self._reducer.tied:
+        # What is summed with others must be there, though it be nothing.
+        summed = self._versions.masters if self._transport.num_replicas > 1 else self._reducer.tied
+        for name in summed:
             gradients.setdefault(name, torch.zeros_like(self._versions.masters[name]))
         finished = Finished(
             gradients,

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .comm import ProcessTransport, ThreadWorld, Transport
+from .comm import Mesh, ProcessTransport, ThreadWorld, Transport
 from .executor import NonFiniteError, PipelineError
 
 Result = TypeVar("Result")
@@ -50,14 +50,17 @@ def launch(
     worker: Worker[Result],
     num_stages: int,
     *,
+    num_replicas: int = 1,
+    placement: str = "pipeline",
     threads: bool = False,
     device: torch.device | str = "cpu",
     timeout_seconds: float = 300.0,
     shared_memory: bool = True,
     start_method: str | None = None,
 ) -> list[Result]:
-    """threads: stages as threads of this process. shared_memory: between processes of one machine, on CPUs; without it
-    gloo, as between machines. start_method: of processes, as multiprocessing names them.
+    """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
+    `Mesh`. threads: stages as threads of this process. shared_memory: between processes of one machine, on CPUs;
+    without it gloo, as between machines. start_method: of processes, as multiprocessing names them.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
@@ -65,8 +68,8 @@ def launch(
     list holds its result alone."""
     device = torch.device(device)
     if threads:
-        return _launch_threads(worker, num_stages, timeout_seconds)
-    terms = Terms(num_stages, device, timeout_seconds, shared_memory)
+        return _launch_threads(worker, Mesh(num_stages, num_replicas, placement), timeout_seconds)
+    terms = Terms(Mesh(num_stages, num_replicas, placement), device, timeout_seconds, shared_memory)
     return [_join_torchrun(worker, terms)] if under_torchrun() else _launch_processes(worker, terms, start_method)
 
 
@@ -74,7 +77,7 @@ def launch(
 class Terms:
     """On which stages meet that are processes."""
 
-    num_stages: int
+    mesh: Mesh
     device: torch.device
     timeout_seconds: float
     shared_memory: bool
@@ -96,9 +99,12 @@ def _join_torchrun(worker: Worker[Result], terms: Terms) -> Result:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=terms.timeout)))
     except (OSError, RuntimeError, ValueError) as error:
         raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
-    if world_size != terms.num_stages:
+    mesh = terms.mesh
+    if world_size != mesh.size:
+        replicas = f" in each of {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
         raise StageFailure(
-            f"torchrun started {world_size} processes for {terms.num_stages} stages: make the two numbers the same"
+            f"torchrun started {world_size} processes for {mesh.num_stages} stages{replicas}: make the two numbers the "
+            "same"
         )
     return _run_stage(worker, store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
 
@@ -106,15 +112,20 @@ def _join_torchrun(worker: Worker[Result], terms: Terms) -> Result:
 def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Terms) -> Result:
     if terms.device.type == "cuda":
         torch.cuda.set_device(terms.device)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=terms.num_stages, timeout=terms.timeout)
-    store = dist.PrefixStore("slipstream", store)
-    transport = ProcessTransport(store, terms.device, terms.timeout_seconds, terms.shared_memory)
+    transport = ProcessTransport(
+        dist.PrefixStore("slipstream", store),
+        rank,
+        terms.mesh,
+        terms.device,
+        terms.timeout_seconds,
+        terms.shared_memory,
+    )
     try:
         result = worker(transport)
     except (PipelineError, NonFiniteError):
         raise
     except Exception as error:
-        first = transport.fail(f"stage {rank} failed with {type(error).__name__}: {error}")
+        first = transport.fail(f"stage {transport.stage} failed with {type(error).__name__}: {error}")
         raise StageFailure(first, traceback.format_exc()) from error
     transport.close()
     return result
@@ -132,12 +143,12 @@ def _launch_processes(worker: Worker[Result], terms: Terms, start_method: str | 
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        for stage in range(terms.num_stages):
+        for rank in range(terms.mesh.size):
             ours, theirs = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_process_main,
-                args=(worker, stage, terms, theirs),
-                name=f"stage {stage}",
+                args=(worker, rank, terms, theirs),
+                name=terms.mesh.name(rank),
                 daemon=True,
             )
             process.start()
@@ -149,7 +160,7 @@ def _launch_processes(worker: Worker[Result], terms: Terms, start_method: str | 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
             pipe.send(store.port)
-        return _collect(processes, pipes, store)
+        return _collect(processes, pipes, store, terms.mesh)
     finally:
         for process in processes:
             if process.is_alive():
@@ -165,13 +176,13 @@ def _can_pickle(worker: Worker[Any]) -> bool:
     return True
 
 
-def _process_main(worker: Worker[Any], stage: int, terms: Terms, pipe: Connection) -> None:
+def _process_main(worker: Worker[Any], rank: int, terms: Terms, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=terms.timeout)
-        own = terms.on_gpu(stage % max(1, torch.cuda.device_count()))
-        result = _run_stage(worker, store, stage, own)
+        own = terms.on_gpu(rank % max(1, torch.cuda.device_count()))
+        result = _run_stage(worker, store, rank, own)
         pipe.send(("result", pickle.dumps(result), ""))
     except StageFailure as failure:
         pipe.send(("failure", str(failure), failure.details))
@@ -191,7 +202,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store) -> list[Any]:
+def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store, mesh: Mesh) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[str, str]] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -203,26 +214,26 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            stage = open_pipes.pop(pipe)
+            rank = open_pipes.pop(pipe)
             try:
                 kind, value, details = pipe.recv()
             except (EOFError, ConnectionResetError):
-                processes[stage].join()
-                kind, value, details = "failure", _cause_of_death(stage, processes[stage].exitcode), ""
+                processes[rank].join()
+                kind, value, details = "failure", _cause_of_death(mesh.name(rank), processes[rank].exitcode), ""
             if kind == "result":
-                results[stage] = pickle.loads(value)
+                results[rank] = pickle.loads(value)
             else:
-                failures[stage] = value, details
+                failures[rank] = value, details
                 deadline = deadline or time.monotonic() + GRACE_SECONDS
     if not failures:
-        return [results[stage] for stage in range(len(processes))]
+        return [results[rank] for rank in range(len(processes))]
     raise _summarise(failures, store)
 
 
-def _cause_of_death(stage: int, exit_code: int | None) -> str:
+def _cause_of_death(stage: str, exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
-        return f"stage {stage} was killed by {signal.Signals(-exit_code).name}"
-    return f"stage {stage} left without a word (exit code {exit_code})"
+        return f"{stage} was killed by {signal.Signals(-exit_code).name}"
+    return f"{stage} left without a word (exit code {exit_code})"
 
 
 def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> StageFailure:
@@ -239,22 +250,23 @@ def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> Stage
 # ---- one thread per stage
 
 
-def _launch_threads(worker: Worker[Result], num_stages: int, timeout_seconds: float) -> list[Result]:
-    world = ThreadWorld(num_stages, timeout_seconds)
+def _launch_threads(worker: Worker[Result], mesh: Mesh, timeout_seconds: float) -> list[Result]:
+    world = ThreadWorld(mesh.num_stages, timeout_seconds, mesh.num_replicas)
     num_threads = torch.get_num_threads()
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
-    def run(stage: int) -> None:
+    def run(rank: int) -> None:
         torch.set_num_threads(num_threads)  # OpenMP starts every thread with a limit of its own
-        transport = world.transport(stage)
+        replica, stage = mesh.place(rank)
+        transport = world.transport(stage, replica)
         try:
-            results[stage] = worker(transport)
+            results[rank] = worker(transport)
         except BaseException as error:
-            errors[stage] = error
+            errors[rank] = error
             transport.fail(f"stage {stage} failed with {type(error).__name__}: {error}")
 
-    stages = [threading.Thread(target=run, args=(s,), name=f"stage {s}", daemon=True) for s in range(num_stages)]
+    stages = [threading.Thread(target=run, args=(r,), name=mesh.name(r), daemon=True) for r in range(mesh.size)]
     for thread in stages:
         thread.start()
     for thread in stages:
@@ -262,4 +274,4 @@ def _launch_threads(worker: Worker[Result], num_stages: int, timeout_seconds: fl
     if errors:
         causes = [error for error in errors.values() if not isinstance(error, PipelineError)]
         raise StageFailure(world.failure or "a stage failed") from (causes or list(errors.values()))[0]
-    return [results[stage] for stage in range(num_stages)]
+    return [results[rank] for rank in range(mesh.size)]

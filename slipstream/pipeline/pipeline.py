@@ -34,10 +34,11 @@ class Pipeline:
     transport          this stage's view of the others, from `launch`
     layers             what is trained, as nn.Sequential would run it: each layer takes what the one before returned, a
                        tensor or a tuple of tensors. The same Parameter in two layers is tied, across stages too.
-    data               (step, microbatch) -> (inputs, targets); read on the first and on the last stage
+    data               (step, microbatch) -> (inputs, targets); read on the first and on the last stage. Replicas take
+                       the microbatches of a step in turn: of R, r takes r, R + r, 2 R + r and so on
     loss               (outputs, targets) -> scalar
     optimizer          list of parameters -> any torch optimizer; or a list of Groups, each with its own
-    num_microbatches   to a step; all of one shape
+    num_microbatches   to a step, of each replica; all of one shape
     num_steps          updates to make
     schedule           two_bw, one_f_one_b, gpipe, pipedream or paci
     error_feedback     lam: how much of the one-step prediction to apply (with Groups: set it there)
@@ -132,9 +133,9 @@ class Pipeline:
             groups=groups,
             tied=self.tied,
             task=Task(
-                data=data,
+                data=lambda step, microbatch: data(step, microbatch * transport.num_replicas + transport.replica),
                 loss=loss,
-                loss_scale=loss_scale or (lambda step: 1 / num_microbatches),
+                loss_scale=loss_scale or (lambda step: 1 / (num_microbatches * transport.num_replicas)),
                 evaluation=evaluation,
                 evaluation_scale=(1 / max(1, num_evaluations)) if evaluation_scale is None else evaluation_scale,
                 skip_non_finite=skip_non_finite,

@@ -1,16 +1,16 @@
 """From the end of a batch to its update: everything that has to be summed over stages.
 
-Two messages pass, one after the other: the gradients of tied weights, between the stages that hold a copy; then one
-short vector from every stage to every stage, with the loss and the squared gradient norm of every group. All stages
-add up the same numbers in the same order, so all of them clip alike and all of them see an inf or a nan in the same
-step.
+Up to three messages pass, one after the other: gradients and loss, between the replicas of the stage; the gradients of
+tied weights, between the stages that hold a copy; then one short vector from every stage to every stage, with the loss
+and the squared gradient norm of every group. All stages add up the same numbers in the same order, so all of them clip
+alike and all of them see an inf or a nan in the same step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ class Reducer:
         """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
         other stages to get there."""
         stage, num_stages = self.transport.stage, self.transport.num_stages
+        if self.transport.num_replicas > 1:
+            losses = [] if finished.loss is None else [finished.loss]
+            gradients = [finished.gradients[name] for name in sorted(finished.gradients)]
+            self.transport.add_replicas([*gradients, *losses]).wait(waiting)
         gathers = [
             (name, self.transport.gather(finished.gradients[name].clone(), tied.stages))
             for name, tied in self.tied.items()
@@ -78,7 +82,7 @@ class Reducer:
             total = finished.gradients[name].copy_(first)
             for other in others:
                 total += other
-        times = torch.tensor([finished.utilisation, *astuple(finished.split)], dtype=torch.float64)
+        times = torch.tensor([finished.utilisation, *finished.split], dtype=torch.float64)
         vector = torch.cat([times, _to_host(self._vector(finished))])
         if not self.is_global:
             return self._add_up([vector], [stage])

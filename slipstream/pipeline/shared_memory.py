@@ -1,9 +1,11 @@
 """Links between processes of one machine: a message lies in shared memory, and a byte through a socket says so.
 
 A gloo message wakes two threads on its way, gloo's and the stage's, and is copied through the kernel. Here the sender
-copies it into a slot that the receiver has mapped too, and the byte wakes the receiver itself. Another byte comes back
-for every slot that is free again, and late: when the receiver has nothing better to do than to wait for its next
-message. There are slots enough for that, so nobody waits for one unless more is under way than the schedule says.
+copies it into a slot that the receiver has mapped too, and the byte wakes the receiver itself. How many have been taken
+is a number in the shared memory, which the sender reads when it runs out of slots. There are enough of them, so nobody
+waits for one unless more is under way than the schedule says.
+
+Vectors that go from every stage to every stage pass through the first: see `Assembly`.
 
 Two neighbours find each other through the store: the lower one opens a socket in a folder of its own and says where; if
 the higher one can connect to it, they share a machine, and otherwise the edge is left to gloo.
@@ -16,19 +18,66 @@ import os
 import socket
 import struct
 import tempfile
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .link import Link, Message, Spec, Waiting, peer_lost
 
 _ALIGNMENT = 64
 _NUMBER = struct.Struct("q")
-_SENT, _TAKEN = b"s", b"t"
+_SENT, _FLUSHED = b"s", b"f"
+_PATIENCE = 0.0002
+"""Seconds between two looks for a free slot."""
+_MAX_PACKET = 65536
+"""Bytes. A socket holds three of them before it makes its sender wait."""
+
+
+class _Wire:
+    """One end of a socket."""
+
+    def __init__(self, end: socket.socket, stage: int, peer: int | None, timeout_seconds: float) -> None:
+        """peer: whom to blame for a silence."""
+        self.socket = end
+        self._stage, self._peer, self._timeout_seconds = stage, peer, timeout_seconds
+        # The kernel keeps the time: a socket with a time-out of Python's would ask twice for every byte.
+        whole, fraction = divmod(max(timeout_seconds, 1e-6), 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(fraction * 1e6)))
+
+    def tell(self, word: bytes) -> None:
+        """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.send(word)
+
+    def check(self, waiting: Waiting, is_silent: bool) -> None:
+        """Raises if the peer is gone, or has been silent for too long. It has nothing to say meanwhile."""
+        with suppress(BlockingIOError):
+            if not self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
+                raise peer_lost(self._stage, self._peer, None, waiting)
+        if is_silent:
+            raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting)
+
+    def hear(self, size: int, waiting: Waiting, descriptors: list[int] | None = None) -> bytes:
+        """At least one byte and at most `size`, with whatever descriptors come along."""
+        try:
+            if descriptors is None:
+                heard = self.socket.recv(size)
+            else:
+                heard, received, _, _ = socket.recv_fds(self.socket, size, 1)
+                descriptors += received
+        except BlockingIOError as error:
+            raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting) from error
+        except ConnectionResetError as error:
+            raise peer_lost(self._stage, self._peer, None, waiting) from error
+        if not heard:
+            raise peer_lost(self._stage, self._peer, None, waiting)
+        return heard
 
 
 # ---- a link
@@ -39,36 +88,52 @@ class _Ring:
     """The slots of one kind of message, as either end sees them."""
 
     spec: Spec
+    memory: mmap.mmap
+    """Shared: the number of messages taken, and the slots."""
     slots: list[Message]
-    """Views of the shared memory."""
+    """Views of the memory."""
     num_passed: int = 0
     """Messages sent or taken so far."""
     num_freed: int = 0
     """Sender: how many of them it knows to be taken."""
 
-    @property
-    def slot(self) -> Message:
-        return self.slots[self.num_passed % len(self.slots)]
+    def next_slot(self) -> Message:
+        slot = self.slots[self.num_passed % len(self.slots)]
+        self.num_passed += 1
+        return slot
+
+    def tell_freed(self, number: int) -> None:
+        """Receiver: so many messages have been taken. Only after a system call has followed the taking: another core
+        must not see this first."""
+        _NUMBER.pack_into(self.memory, 0, number)
+
+    def is_full(self) -> bool:
+        """Sender: whether all slots are under way."""
+        if self.num_passed - self.num_freed < len(self.slots):
+            return False
+        (self.num_freed,) = _NUMBER.unpack_from(self.memory)
+        return self.num_passed - self.num_freed >= len(self.slots)
 
 
-def _map(spec: Spec, num_slots: int, memory: int) -> _Ring:
-    """memory: a descriptor, which is closed: the mapping outlives it."""
+def _map(spec: Spec, num_slots: int, descriptor: int) -> _Ring:
+    """descriptor: is closed: the mapping outlives it."""
     lengths = [shape.numel() * dtype.itemsize for dtype, shape in spec.tensors]
     strides = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
     try:
-        size = max(1, num_slots * sum(strides))
-        os.posix_fallocate(memory, 0, size)  # now, and not page by page in the first steps
-        flat = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+        size = _ALIGNMENT + num_slots * sum(strides)
+        os.posix_fallocate(descriptor, 0, size)  # now, and not page by page in the first steps
+        memory = mmap.mmap(descriptor, size)
     finally:
-        os.close(memory)
-    slots, offset = [], 0
+        os.close(descriptor)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    slots, offset = [], _ALIGNMENT
     for _ in range(num_slots):
         message = []
         for (dtype, shape), length, stride in zip(spec.tensors, lengths, strides, strict=True):
             message.append(flat[offset : offset + length].view(dtype).view(shape))
             offset += stride
         slots.append(tuple(message))
-    return _Ring(spec, slots)
+    return _Ring(spec, memory, slots)
 
 
 class SharedMemoryLink(Link):
@@ -77,18 +142,12 @@ class SharedMemoryLink(Link):
     def __init__(
         self, end: socket.socket, stage: int, peer: int, timeout_seconds: float, max_under_way: Callable[[], int]
     ) -> None:
-        self._socket, self._stage, self._peer = end, stage, peer
+        self._wire = _Wire(end, stage, peer, timeout_seconds)
         self._timeout_seconds, self._max_under_way = timeout_seconds, max_under_way
         self._rings: dict[str, _Ring] = {}
-        self._under_way: deque[str] = deque()
-        """Sender: kinds of the messages not known to be taken."""
         self._expected: deque[str] = deque()
-        """Receiver: kinds of those to come."""
-        self._num_untold = 0
-        """Receiver: messages taken that the sender does not know of."""
-        # The kernel keeps the time: a socket with a time-out of Python's would ask twice for every byte.
-        whole, fraction = divmod(max(timeout_seconds, 1e-6), 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(fraction * 1e6)))
+        """Receiver: kinds of the messages to come."""
+        self._is_sender = False
 
     def send(self, kind: str, message: Message, waiting: Waiting) -> None:
         ring = self._rings.get(kind)
@@ -96,89 +155,105 @@ class SharedMemoryLink(Link):
             ring = self._rings[kind] = self._open(Spec.of(message))
         else:
             ring.spec.check(kind, message)
-        while ring.num_passed - ring.num_freed == len(ring.slots):
-            self._free(waiting)
-        for place, tensor in zip(ring.slot, message, strict=True):
+        if ring.is_full():
+            self._await_slot(ring, waiting)
+        for place, tensor in zip(ring.next_slot(), message, strict=True):
             place.copy_(tensor)
-        ring.num_passed += 1
-        self._under_way.append(kind)
-        self._tell(_SENT)
+        self._wire.tell(_SENT)
+
+    def _await_slot(self, ring: _Ring, waiting: Waiting) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+        while ring.is_full():
+            self._wire.check(waiting, is_silent=time.monotonic() > deadline)
+            time.sleep(_PATIENCE)
 
     def _open(self, spec: Spec) -> _Ring:
+        self._is_sender = True
         num_slots = self._max_under_way() + 1  # and one whose message has been taken, unknown to the sender
         memory = os.memfd_create("slipstream")
         ring = _map(spec, num_slots, os.dup(memory))
         numbers = [num_slots, *spec.encode()]
-        with suppress(BrokenPipeError, ConnectionResetError):  # see _tell
+        with suppress(BrokenPipeError, ConnectionResetError):  # see tell
             head = b"".join(map(_NUMBER.pack, [len(numbers), *numbers]))
-            socket.send_fds(self._socket, [head], [memory])
+            socket.send_fds(self._wire.socket, [head], [memory])
         os.close(memory)
         return ring
-
-    def _free(self, waiting: Waiting) -> None:
-        """Waits until something has been taken; messages are taken in order."""
-        for _ in self._hear(len(self._under_way), waiting):
-            self._rings[self._under_way.popleft()].num_freed += 1
 
     def expect(self, kind: str) -> None:
         self._expected.append(kind)
 
     def take(self, waiting: Waiting) -> Message:
         kind = self._expected.popleft()
-        self._tell_taken()
-        if kind not in self._rings:
-            self._rings[kind] = self._receive_ring(waiting)
-        ring = self._rings[kind]
-        self._hear(1, waiting)
-        message = tuple(tensor.clone() for tensor in ring.slot)
-        ring.num_passed += 1
-        self._num_untold += 1
-        return message
-
-    def _tell_taken(self) -> None:
-        if self._num_untold:
-            self._tell(_TAKEN * self._num_untold)
-            self._num_untold = 0
+        ring = self._rings.get(kind)
+        if ring is None:
+            ring = self._rings[kind] = self._receive_ring(waiting)
+        self._wire.hear(1, waiting)
+        ring.tell_freed(ring.num_passed)
+        return tuple([tensor.clone() for tensor in ring.next_slot()])
 
     def _receive_ring(self, waiting: Waiting) -> _Ring:
         descriptors: list[int] = []
-        (length,) = _NUMBER.unpack(self._hear(_NUMBER.size, waiting, descriptors))
+        (length,) = _NUMBER.unpack(self._wire.hear(_NUMBER.size, waiting, descriptors))
         rest = b""
         while len(rest) < length * _NUMBER.size:
-            rest += self._hear(length * _NUMBER.size - len(rest), waiting)
+            rest += self._wire.hear(length * _NUMBER.size - len(rest), waiting)
         num_slots, *spec = (number for (number,) in _NUMBER.iter_unpack(rest))
         return _map(Spec.decode(spec), num_slots, descriptors[0])
 
-    def _tell(self, word: bytes) -> None:
-        """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.send(word)
-
-    def _hear(self, size: int, waiting: Waiting, descriptors: list[int] | None = None) -> bytes:
-        """At least one byte and at most `size`, with whatever descriptors come along."""
-        try:
-            if descriptors is None:
-                heard = self._socket.recv(size)
-            else:
-                heard, received, _, _ = socket.recv_fds(self._socket, size, 1)
-                descriptors += received
-        except BlockingIOError as error:
-            raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting) from error
-        except ConnectionResetError as error:
-            raise peer_lost(self._stage, self._peer, None, waiting) from error
-        if not heard:
-            raise peer_lost(self._stage, self._peer, None, waiting)
-        return heard
-
     def flush(self) -> None:
         """Waits until all that was sent is taken; what follows may have other shapes. Both ends call it."""
-        self._tell_taken()
-        while self._under_way:
-            self._free(lambda: "its last messages to be taken")
+        if self._rings and self._is_sender:
+            self._wire.hear(1, lambda: "its last messages to be taken")
+        elif self._rings:
+            self._wire.tell(_FLUSHED)
         self._rings.clear()
 
     def close(self) -> None:
-        self._socket.close()
+        self._wire.socket.close()
+
+
+# ---- from every stage to every stage
+
+
+class Assembly:
+    """Vectors through the first stage, which ends a batch last and so finds those of the others waiting.
+
+    gloo passes them around a ring, in as many rounds as there are stages, each of which wakes a thread of everyone.
+    Here a stage is woken once.
+    """
+
+    MAX_BYTES = 2**20
+    """Of all stages together: more are faster on another way."""
+
+    def __init__(self, ends: Sequence[socket.socket], stage: int, timeout_seconds: float) -> None:
+        """ends: the first stage's to each other one, in order; another's to the first."""
+        self._is_first = stage == 0
+        # Whoever is late, it is from the first stage that the others hear nothing: they blame nobody.
+        peers = range(1, len(ends) + 1) if self._is_first else [None]
+        self._wires = [_Wire(end, stage, peer, timeout_seconds) for end, peer in zip(ends, peers, strict=True)]
+
+    def gather(self, tensor: Tensor, num_stages: int, waiting: Waiting) -> list[Tensor]:
+        own = tensor.flatten().view(torch.uint8).numpy().tobytes()
+        size = _MAX_PACKET // num_stages
+        rounds = [self._exchange(own[start : start + size], waiting) for start in range(0, len(own), size)]
+        together = bytearray().join(part for parts in zip(*rounds, strict=True) for part in parts)
+        return list(torch.frombuffer(together, dtype=tensor.dtype).view(num_stages, *tensor.shape))
+
+    def _exchange(self, own: bytes, waiting: Waiting) -> list[bytes]:
+        """A packet of every stage, all of one size."""
+        if self._is_first:
+            packets = [own, *(wire.hear(_MAX_PACKET, waiting) for wire in self._wires)]
+            together = b"".join(packets)
+            for wire in self._wires:
+                wire.tell(together)
+            return packets
+        self._wires[0].tell(own)
+        together = self._wires[0].hear(_MAX_PACKET, waiting)
+        return [together[start : start + len(own)] for start in range(0, len(together), len(own))]
+
+    def close(self) -> None:
+        for wire in self._wires:
+            wire.socket.close()
 
 
 # ---- who shares a machine
@@ -187,11 +262,9 @@ Ends = tuple[socket.socket, socket.socket]
 """Of an edge: for forwards and for backwards."""
 
 
-def connect(
-    store: dist.Store, stage: int, num_stages: int, timeout_seconds: float
-) -> tuple[dict[int, Ends], list[bool]]:
-    """This stage's ends, by edge; and for every edge of the pipeline whether its two stages share a machine. Edge e is
-    between stages e and e + 1. All stages call it."""
+def connect(store: dist.Store, stage: int, num_stages: int, timeout_seconds: float) -> dict[int, Ends]:
+    """This stage's ends, by edge, where the two stages share a machine; edge e is between stages e and e + 1. All
+    stages call it."""
     ends: dict[int, Ends] = {}
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, socket.socket(socket.AF_UNIX) as listener:
         if stage < num_stages - 1:
@@ -208,7 +281,35 @@ def connect(
     for pair in ends.values():
         for end in pair:
             end.setblocking(True)
-    return ends, [store.get(f"shared/{edge}") == b"yes" for edge in range(num_stages - 1)]
+    return ends
+
+
+def shared_edges(store: dist.Store, num_stages: int) -> list[bool]:
+    """For every edge of a pipeline whether its two stages share a machine, as `connect` found."""
+    return [store.get(f"shared/{edge}") == b"yes" for edge in range(num_stages - 1)]
+
+
+def assemble(store: dist.Store, stage: int, num_stages: int, timeout_seconds: float) -> list[socket.socket]:
+    """This stage's ends for an Assembly. All stages call it, and all of them share a machine."""
+    if stage > 0:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        end.connect(store.get("assembly").decode())
+        end.send(_NUMBER.pack(stage))
+        return [end]
+    ends: dict[int, socket.socket] = {}
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, listener:
+        listener.bind(f"{folder}/assembly")
+        listener.listen(num_stages)
+        listener.settimeout(timeout_seconds)
+        store.set("assembly", f"{folder}/assembly")
+        while len(ends) < num_stages - 1:
+            end, _ = listener.accept()
+            end.settimeout(timeout_seconds)
+            (other,) = _NUMBER.unpack(end.recv(_NUMBER.size))
+            end.setblocking(True)
+            ends[other] = end
+    return [ends[other] for other in sorted(ends)]
 
 
 def _listen(listener: socket.socket, path: str) -> str:

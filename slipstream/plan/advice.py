@@ -95,13 +95,7 @@ def _use_pipeline(
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
     idle = search.cluster.num_devices - best.num_devices
-    if best.num_replicas > 1:
-        sentences.append(
-            f"The trainer runs one replica today: {best.num_stages} of the {search.cluster.num_devices} devices, "
-            f"{best.tokens_per_second / best.num_replicas:,.0f} tokens/s and a batch of "
-            f"{best.num_microbatches * best.microbatch_size} sequences."
-        )
-    elif idle:
+    if idle:
         sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
     return Advice(tuple(sentences), best, _command(best, given))
 
@@ -150,6 +144,7 @@ def _command(option: Option, given: Given) -> str:
         "pipeline.schedule": "two_bw" if option.schedule == "two_bw_double" else option.schedule,
         "pipeline.depth": "double" if option.schedule == "two_bw_double" else "minimum",
         "pipeline.stages": option.num_stages,
+        "pipeline.replicas": option.num_replicas,
         "pipeline.microbatches": option.num_microbatches,
         "pipeline.layers_per_stage": option.layers_per_stage,
         "train.microbatch_size": option.microbatch_size,

@@ -53,6 +53,11 @@ class Cell:
         steps = self.config.train.steps
         if any(not 0 <= delay <= steps for delay in self.delays):
             raise ConfigError(f"delays = {list(self.delays)} cannot be: use 0 to train.steps = {steps} for every stage")
+        if (replicas := self.config.pipeline.replicas) > 1:
+            raise ConfigError(
+                f"pipeline.replicas = {replicas} shares the batch among pipelines, and a study has none: multiply "
+                "pipeline.microbatches instead, which comes to the same"
+            )
         if not math.isfinite(self.predictor_weight):
             raise ConfigError(f"predictor_weight = {self.predictor_weight} is not finite: write a number that is")
         if self.delays and self.config.pipeline.schedule == "paci":

@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def test_a_joint_backward_takes_all_of_its_time_and_either_half_the_half_of_it(clock):
-    layer = SleepingLayer(forward_seconds=0.01, backward_seconds=0.02)
+    layer = SleepingLayer(forward_seconds=0.01, backward_seconds=0.02, divisible=True)
     inputs = torch.ones(1, 2, requires_grad=True)
     outputs = []
     assert clock.of(lambda: outputs.append(layer(inputs))) == pytest.approx(0.01)
@@ -51,8 +51,9 @@ def test_a_joint_backward_takes_all_of_its_time_and_either_half_the_half_of_it(c
     assert inputs.grad is not None and layer.weight.grad.tolist() == [2.0]
 
 
-def test_the_first_stage_has_a_whole_backward_too(clock):
-    layer = SleepingLayer(forward_seconds=0.01, backward_seconds=0.02)
+@pytest.mark.parametrize("divisible", [False, True])
+def test_the_first_stage_has_a_whole_backward_too(clock, divisible):
+    layer = SleepingLayer(forward_seconds=0.01, backward_seconds=0.02, divisible=divisible)
     outputs = layer(torch.ones(1, 2))
     assert clock.of(lambda: outputs.sum().backward()) == pytest.approx(0.02)
 

@@ -34,7 +34,7 @@ def test_a_rival_that_fails_is_left_behind_and_the_others_get_all_their_rounds(m
 
 
 def test_stages_that_fail_before_the_first_rival_end_the_run(monkeypatch):
-    def broken():
+    def broken(stage, num_stages):
         raise RuntimeError("no stage")
 
     monkeypatch.setattr("slipstream.bench.world.settle_stage", broken)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.pipeline.link import PeerLost
-from slipstream.pipeline.shared_memory import SharedMemoryLink, connect
+from slipstream.pipeline.shared_memory import Assembly, SharedMemoryLink, assemble, connect, shared_edges
 
 
 @pytest.fixture
@@ -179,7 +179,8 @@ def connect_all(num_stages: int) -> list[list[bool]]:
     answers: dict[int, list[bool]] = {}
 
     def meet(stage: int) -> None:
-        ends, answers[stage] = connect(store, stage, num_stages, timeout_seconds=5)
+        ends = connect(store, stage, num_stages, timeout_seconds=5)
+        answers[stage] = shared_edges(store, num_stages)
         assert set(ends) == {edge for edge in (stage - 1, stage) if 0 <= edge < num_stages - 1 and answers[stage][edge]}
         for pair in ends.values():
             for end in pair:
@@ -209,3 +210,45 @@ def test_a_path_too_long_for_a_socket_leaves_the_edge_to_gloo(monkeypatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     assert connect_all(2) == [[False]] * 2
     assert list(folder.iterdir()) == []
+
+
+def assembled(num_stages: int, tensors: list[Tensor], timeout_seconds: float = 5) -> dict[int, list[Tensor] | PeerLost]:
+    """What every stage gathers, or why not; stages without a tensor do not come."""
+    store = dist.HashStore()
+    gathered: dict[int, list[Tensor] | PeerLost] = {}
+
+    def meet(stage: int) -> None:
+        assembly = Assembly(assemble(store, stage, num_stages, 5), stage, timeout_seconds)
+        if stage < len(tensors):
+            try:
+                gathered[stage] = assembly.gather(tensors[stage], num_stages, say)
+            except PeerLost as lost:
+                gathered[stage] = lost
+        else:
+            time.sleep(2 * timeout_seconds)
+        assembly.close()
+
+    threads = [threading.Thread(target=meet, args=(stage,)) for stage in range(num_stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return gathered
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(), (3,), (70_001,), (2, 3)], ids=["scalar", "vector", "several packets", "matrix"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
+def test_every_stage_gathers_what_every_stage_has(num_stages, shape, dtype):
+    tensors = [torch.randint(0, 255, shape).to(dtype) for _ in range(num_stages)]
+    gathered = assembled(num_stages, tensors)
+    assert sorted(gathered) == list(range(num_stages))
+    for found in gathered.values():
+        assert [tensor.dtype for tensor in found] == [dtype] * num_stages
+        assert torch.equal(torch.stack(found), torch.stack(tensors))
+
+
+def test_a_stage_that_does_not_come_is_named_by_the_first():
+    lost = assembled(3, [torch.zeros(2)] * 2, timeout_seconds=0.3)
+    assert str(lost[0]) == "stage 2 has been silent for 0.3 s: stage 0 was waiting for the test"
+    assert str(lost[1]).startswith("another stage ")

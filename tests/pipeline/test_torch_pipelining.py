@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from slipstream import Pipeline, launch
-from slipstream.pipeline.comm import Transport
+from slipstream.pipeline.comm import ProcessTransport
 from slipstream.pipeline.partition import cut
 
 NUM_MICROBATCHES, NUM_STEPS = 4, 3
@@ -29,7 +29,12 @@ class RecordingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def worker(transport: Transport, schedule: str) -> float:
+def worker(transport: ProcessTransport, schedule: str) -> float:
+    with transport.process_group():
+        return compare(transport, schedule)
+
+
+def compare(transport: ProcessTransport, schedule: str) -> float:
     """The largest difference of any gradient or parameter of this stage."""
     torch.set_num_threads(1)
     task = language_model(tied=False)
