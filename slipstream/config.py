@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 @dataclass(frozen=True)
 class ModelSection:
     preset: str = "tiny"
-    """tiny, small, 135m, 360m, 1b, 10b or 70b."""
+    """tiny, small, 135m, 360m, 1b, 3b, 8b, 10b or 70b; moe-2b or moe-10b, with experts."""
     vocab_size: int | None = None
     """None: the preset's, or the corpus's if that is larger."""
     sequence_length: int | None = None
@@ -49,9 +49,19 @@ class ModelSection:
     num_kv_heads: int | None = None
     """Key and value heads of a block."""
     hidden_dim: int | None = None
-    """Width inside a block's SwiGLU."""
+    """Width inside the SwiGLU of a dense block."""
     tied_embeddings: bool | None = None
     """Whether embedding and head share one matrix."""
+    num_experts: int | None = None
+    """Routed experts of a block; 0: all blocks are dense."""
+    experts_per_token: int | None = None
+    """How many of them a token goes through, at least 2."""
+    expert_dim: int | None = None
+    """Width inside the SwiGLU of one expert."""
+    num_shared_experts: int | None = None
+    """Experts that every token goes through besides."""
+    num_dense_layers: int | None = None
+    """Blocks at the beginning that have no experts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,10 @@ class OptimizerSection:
     learning_rate: float = 0.02
     """Peak rate; where AdamW takes the rest, of the matrices."""
     adamw_learning_rate: float = 0.003
-    """Peak rate of embedding, head and norms where AdamW takes them beside another."""
+    """Peak rate of embedding, head, norms and routers where AdamW takes them beside another."""
+    balance_rate: float | None = None
+    """Experts: by how much a step raises or lowers an expert's chance to be chosen, to even out the load; follows the
+    learning rate's schedule. None: 0.001."""
     arguments: dict[str, float] = field(default_factory=dict)
     """A class by its import path: further arguments, {momentum = 0.9} in TOML, momentum 0.9 on the command line. Those
     that slipstream/optim/recipes.py gives normuon, soap, scion, adan, lion, mars and nadamw can be changed likewise."""
@@ -199,6 +212,11 @@ def model_config(config: Config, corpus_vocab_size: int) -> ModelConfig:
             f"use at least {corpus_vocab_size}, or leave it out"
         )
     return result
+
+
+def has_experts(config: Config) -> bool:
+    num_experts = config.model.num_experts
+    return bool(PRESETS[config.model.preset].num_experts if num_experts is None else num_experts)
 
 
 def schedule_of(config: Config) -> Schedule:
@@ -323,6 +341,8 @@ def _validate_optimizer(config: Config) -> None:
             f"optimizer.lookahead = {section.lookahead} cannot be: use 0 to {most:g}, where with optimizer.momentum = "
             f"{section.momentum} the newest gradient is all that counts"
         )
+    if section.balance_rate is not None:
+        _validate_balance(config, section.balance_rate)
     if not 0 <= section.final_fraction <= 1:
         raise ConfigError(f"optimizer.final_fraction = {section.final_fraction} is no share: use 0 to 1")
     for name in ("warmup_steps", "decay_steps"):
@@ -350,6 +370,16 @@ def _validate_optimizer(config: Config) -> None:
             )
     if section.name in RECIPES:
         _validate_recipe(section)
+
+
+def _validate_balance(config: Config, rate: float) -> None:
+    if rate < 0:
+        raise ConfigError(f"optimizer.balance_rate = {rate} is too small: use 0 or more")
+    if not has_experts(config):
+        raise ConfigError(
+            f"optimizer.balance_rate = {rate} balances experts, and model.preset = {config.model.preset!r} has none: "
+            "leave it out, or set model.num_experts"
+        )
 
 
 def _validate_recipe(section: OptimizerSection) -> None:

@@ -1,7 +1,8 @@
 """A decoder in the style of Llama and SmolLM2, written to be cut.
 
 It is an `nn.Sequential` of named layers (embedding, block0, block1, ..., head), each fed by the one before
-alone, and it never hears of pipelines. Any slice of it is a model whose parameters keep their names:
+alone, and it never hears of pipelines. Blocks are dense or, with `num_experts`, mixtures of experts (moe.py). Any slice
+of it is a model whose parameters keep their names:
 
     config = PRESETS["tiny"]
     with torch.device("meta"):
@@ -22,8 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .moe import Mixture
+
 IGNORE = -100
 """A target that counts for nothing: padding, or a position nobody is asked about."""
+
+WRITE_TO_THE_RESIDUAL_STREAM = (
+    "attention.output.weight",
+    "mlp.down.weight",
+    "mlp.experts.down",
+    "mlp.shared.down.weight",
+)
+"""How the names of these parameters end."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +52,32 @@ class ModelConfig:
     num_kv_heads: int
     """Key and value heads in each block; num_heads / num_kv_heads queries share one."""
     hidden_dim: int
-    """Width inside the SwiGLU of each block."""
+    """Width inside the SwiGLU of each dense block."""
     rope_base: float = 10000.0
     """Base of the rotary wavelengths; longer sequences want a larger one."""
     norm_eps: float = 1e-5
     """Added to the mean square inside every RMSNorm."""
     tied_embeddings: bool = False
     """Whether the head's projection is the embedding's own parameter."""
+    num_experts: int = 0
+    """Routed experts of a block, all of one stage; 0: every block is dense."""
+    experts_per_token: int = 0
+    """Of these, how many a token goes through."""
+    expert_dim: int = 0
+    """Width inside the SwiGLU of one expert."""
+    num_shared_experts: int = 0
+    """Experts that every token goes through besides, as one SwiGLU of so many times expert_dim."""
+    num_dense_layers: int = 0
+    """Blocks, the first of all, that stay dense in a model with experts."""
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Blocks with experts, the last of all."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     def validate(self) -> None:
         """Raise a ValueError whose one sentence names the field, its value and the remedy."""
@@ -85,6 +111,34 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_kv_heads is {self.num_kv_heads}, which does not divide {self.num_heads}: "
                 "set it to a divisor of model.num_heads."
+            )
+        self._validate_experts()
+
+    def _validate_experts(self) -> None:
+        if self.num_experts < 0:
+            raise ValueError(f"model.num_experts is {self.num_experts}: set it to 0, for a dense model, or more.")
+        if self.num_experts == 0:
+            for field in ("experts_per_token", "expert_dim", "num_shared_experts", "num_dense_layers"):
+                value = getattr(self, field)
+                if value != 0:
+                    raise ValueError(
+                        f"model.{field} is {value}, but model.num_experts is 0 and the model dense: "
+                        f"set model.num_experts, or {field} to 0."
+                    )
+            return
+        if not 2 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token} of {self.num_experts} experts: set it to 2, for "
+                "the share of a single one is always 1 and teaches the router nothing, up to model.num_experts."
+            )
+        if self.expert_dim < 1:
+            raise ValueError(f"model.expert_dim is {self.expert_dim}: set it to 1 or more.")
+        if self.num_shared_experts < 0:
+            raise ValueError(f"model.num_shared_experts is {self.num_shared_experts}: set it to 0 or more.")
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers is {self.num_dense_layers} of {self.num_layers} blocks: "
+                "set it to 0 up to model.num_layers."
             )
 
 
@@ -143,6 +197,28 @@ PRESETS: dict[str, ModelConfig] = {
         rope_base=500000.0,
         tied_embeddings=True,
     ),
+    # The shapes of Llama-3.2-3B, 3.21B parameters, and of Llama-3-8B, 8.03B, likewise.
+    "3b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        hidden_dim=8192,
+        rope_base=500000.0,
+        tied_embeddings=True,
+    ),
+    "8b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14336,
+        rope_base=500000.0,
+    ),
     # To plan with: Llama-3-8B's shape with 40 blocks instead of 32, 9.8B parameters, and Llama-3-70B's, 70.6B. Both are
     # for 4096 positions.
     "10b": ModelConfig(
@@ -164,6 +240,38 @@ PRESETS: dict[str, ModelConfig] = {
         num_kv_heads=8,
         hidden_dim=28672,
         rope_base=500000.0,
+    ),
+    # Mixtures of many small experts and two shared ones, in the manner of DeepSeekMoE (arXiv:2401.06066), and
+    # SmolLM2's vocabulary: 1.93B parameters of which a token uses 0.38B, and 10.1B of which it uses 1.7B.
+    "moe-2b": ModelConfig(
+        vocab_size=49152,
+        sequence_length=2048,
+        dim=1024,
+        num_layers=18,
+        num_heads=16,
+        num_kv_heads=4,
+        hidden_dim=4096,
+        rope_base=100000.0,
+        num_experts=64,
+        experts_per_token=6,
+        expert_dim=512,
+        num_shared_experts=2,
+        num_dense_layers=1,
+    ),
+    "moe-10b": ModelConfig(
+        vocab_size=49152,
+        sequence_length=4096,
+        dim=2048,
+        num_layers=24,
+        num_heads=16,
+        num_kv_heads=4,
+        hidden_dim=8192,
+        rope_base=500000.0,
+        num_experts=64,
+        experts_per_token=6,
+        expert_dim=1024,
+        num_shared_experts=2,
+        num_dense_layers=1,
     ),
 }
 
@@ -236,23 +344,29 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def mixture(config: ModelConfig) -> Mixture:
+    shared_dim = config.num_shared_experts * config.expert_dim
+    shared = Mlp(config.dim, shared_dim) if shared_dim else None
+    return Mixture(config.dim, config.num_experts, config.experts_per_token, config.expert_dim, shared)
+
+
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, is_sparse: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = mixture(config) if is_sparse else Mlp(config.dim, config.hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -277,9 +391,10 @@ def layer_names(config: ModelConfig) -> list[str]:
 def decoder(config: ModelConfig) -> nn.Sequential:
     """The whole model: token ids (batch, length) in, logits (batch, length, vocab_size) out."""
     config.validate()
+    num_dense = config.num_layers - config.num_sparse_layers
     layers: list[nn.Module] = [
         nn.Embedding(config.vocab_size, config.dim),
-        *(Block(config) for _ in range(config.num_layers)),
+        *(Block(config, is_sparse=i >= num_dense) for i in range(config.num_layers)),
         Head(config),
     ]
     model = nn.Sequential(OrderedDict(zip(layer_names(config), layers, strict=True)))
@@ -304,7 +419,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     A parameter's values depend on the seed and its full name alone, so every cut of the model starts from the
     same weights. A tied head goes by the embedding's name, also where it stands alone. Weights are drawn from
     N(0, 0.02^2), those that write to the residual stream narrowed by 1 / sqrt(2 num_layers) as in GPT-2;
-    norms start at one.
+    norms start at one, and the biases of routers at zero.
     """
     tie(model, config)
     known = set(layer_names(config))
@@ -319,8 +434,11 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
             continue
+        if name.endswith("router.bias"):
+            parameter.zero_()
+            continue
         std = 0.02
-        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+        if name.endswith(WRITE_TO_THE_RESIDUAL_STREAM):
             std /= math.sqrt(2 * config.num_layers)
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -337,17 +455,31 @@ def num_parameters(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in decoder(config).parameters())
 
 
+def num_active_parameters(config: ModelConfig) -> int:
+    """Of these, what one token goes through; of a dense model all."""
+    idle_experts = config.num_sparse_layers * (config.num_experts - config.experts_per_token)
+    return num_parameters(config) - idle_experts * 3 * config.dim * config.expert_dim
+
+
 def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
     """Forward FLOPs per token of each layer, in the order of `layer_names`: what a partition should balance.
 
-    Two for each weight of a matrix. Attention adds two products over the (sequence_length + 1) / 2 positions
-    that a token sees on average. Looking up an embedding, norms and activations count as nothing.
+    Two for each weight of a matrix; of experts, those that a token goes through. Attention adds two products over the
+    (sequence_length + 1) / 2 positions that a token sees on average. Looking up an embedding, norms, activations and
+    sorting tokens by expert count as nothing.
     """
     attention_weights = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
-    mlp_weights = 3 * config.dim * config.hidden_dim
+    dense_weights = 3 * config.dim * config.hidden_dim
+    active_experts = config.experts_per_token + config.num_shared_experts
+    sparse_weights = config.dim * (config.num_experts + 3 * active_experts * config.expert_dim)
     visible = (sequence_length + 1) / 2
-    block = 2.0 * (attention_weights + mlp_weights) + 2 * 2 * visible * config.num_heads * config.head_dim
-    return [0.0, *[block] * config.num_layers, 2.0 * config.dim * config.vocab_size]
+    dense, sparse = (
+        2.0 * (attention_weights + weights) + 2 * 2 * visible * config.num_heads * config.head_dim
+        for weights in (dense_weights, sparse_weights)
+    )
+    num_sparse = config.num_sparse_layers
+    blocks = [dense] * (config.num_layers - num_sparse) + [sparse] * num_sparse
+    return [0.0, *blocks, 2.0 * config.dim * config.vocab_size]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

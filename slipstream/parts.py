@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Config, ConfigError, OptimizerSection, model_config, schedule_of, validate
+from .config import Config, ConfigError, OptimizerSection, has_experts, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
 from .model import ModelConfig, decoder, layer_costs
-from .optim import RECIPES, AdamW, Group, is_matrix, learning_rate_schedule, muon_and_adamw
+from .optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
 from .pipeline.partition import check_sizes
@@ -111,6 +111,16 @@ def _check_cuda(config: Config) -> None:
 
 
 def parameter_groups(config: Config) -> list[Group]:
+    balance = [balance_experts(_balance_rate(config.optimizer))] if has_experts(config) else []
+    return balance + _optimizer_groups(config)
+
+
+def _balance_rate(section: OptimizerSection) -> float:
+    """That of DeepSeek-V3 (arXiv:2412.19437, section 4.2), unless another is given."""
+    return 0.001 if section.balance_rate is None else section.balance_rate
+
+
+def _optimizer_groups(config: Config) -> list[Group]:
     section = config.optimizer
     clip_norm = section.clip_norm or None
     shared: dict[str, Any] = {
@@ -152,9 +162,10 @@ def peak_rates(config: Config) -> dict[str, float]:
     """By group, as `parameter_groups` names them."""
     section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
     rate = section.learning_rate
+    balance = {"balance": _balance_rate(section)} if has_experts(config) else {}
     if section.name == "muon" or (recipe and recipe.matrices_only):
-        return {"matrices": rate, "rest": section.adamw_learning_rate}
-    return {"matrices": rate, "rest": rate} if recipe else {"all": rate}
+        return balance | {"matrices": rate, "rest": section.adamw_learning_rate}
+    return balance | ({"matrices": rate, "rest": rate} if recipe else {"all": rate})
 
 
 def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from settings import changed
 
-from slipstream.config import Config, ConfigError, load_toml, to_toml, validate
+from slipstream.config import Config, ConfigError, load_toml, model_config, to_toml, validate
+from slipstream.parts import parameter_groups, peak_rates
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -129,6 +130,15 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ({"optimizer__lookahead": 21.0}, "optimizer.lookahead = 21.0 cannot be: use 0 to 20, where with"),
         ({"optimizer__lookahead": -1.0}, "optimizer.lookahead = -1.0 cannot be"),
         ({"optimizer__beta1": 1.0}, "optimizer.beta1 = 1.0 cannot be: use at least 0 and less than 1"),
+        (
+            {"optimizer__balance_rate": 0.1},
+            "balances experts, and model.preset = 'tiny' has none: leave it out, or set",
+        ),
+        ({"model__preset": "moe-2b", "model__num_experts": 0, "optimizer__balance_rate": 0.1}, "'moe-2b' has none"),
+        (
+            {"model__preset": "moe-2b", "optimizer__balance_rate": -0.1},
+            "optimizer.balance_rate = -0.1 is too small: use 0 or more",
+        ),
         ({"optimizer__final_fraction": 1.5}, "optimizer.final_fraction = 1.5 is no share: use 0 to 1"),
         ({"optimizer__schedule": "step"}, "optimizer.schedule = 'step' is unknown: choose one of constant, cosine"),
         ({"optimizer__warmup_steps": 201}, "optimizer.warmup_steps = 201 does not fit into train.steps = 200"),
@@ -190,3 +200,31 @@ def test_no_number_may_be_nan():
             if isinstance(field.default, float):
                 with pytest.raises(ConfigError, match=rf"{section.name}\.{field.name} = nan is not finite"):
                     validate(changed(Config(), **{f"{section.name}__{field.name}": math.nan}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model__num_experts": 4}, "model.experts_per_token is 0 of 4 experts: set it to 2"),
+        ({"model__expert_dim": 4}, "model.expert_dim is 4, but model.num_experts is 0 and the model dense"),
+        ({"model__preset": "moe-2b", "model__num_layers": 0}, "model.num_layers is 0: set it to 1 or more"),
+    ],
+)
+def test_experts_that_cannot_be_are_one_sentence(fields, sentence):
+    with pytest.raises(ConfigError) as caught:
+        model_config(changed(Config(), **fields), 0)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_are_balanced_by_a_group_of_their_own_whatever_the_optimizer():
+    experts = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_dim": 8}
+    for name in ("muon", "adamw", "torch.optim.SGD"):
+        dense = changed(Config(), optimizer__name=name)
+        sparse = changed(dense, **experts)
+        assert [group.name for group in parameter_groups(sparse)] == [
+            "balance",
+            *(group.name for group in parameter_groups(dense)),
+        ]
+        assert peak_rates(sparse) == {"balance": 0.001, **peak_rates(dense)}
+    assert peak_rates(changed(sparse, optimizer__balance_rate=0.5))["balance"] == 0.5

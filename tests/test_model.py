@@ -159,7 +159,16 @@ def test_a_tied_head_alone_starts_as_the_embedding() -> None:
 # ---- sizes and costs
 
 
-@pytest.mark.parametrize(("preset", "expected"), [("135m", 134_515_008), ("360m", 361_821_120), ("1b", 1_235_814_400)])
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("135m", 134_515_008),
+        ("360m", 361_821_120),
+        ("1b", 1_235_814_400),
+        ("3b", 3_212_749_824),
+        ("8b", 8_030_261_248),
+    ],
+)
 def test_presets_have_the_published_parameter_counts(preset: str, expected: int) -> None:
     assert num_parameters(PRESETS[preset]) == expected
 
@@ -168,9 +177,12 @@ def test_presets_have_the_published_parameter_counts(preset: str, expected: int)
 def test_parameter_count_follows_the_formula(config: ModelConfig) -> None:
     c = config
     attention = 2 * c.dim * c.dim + 2 * c.dim * c.num_kv_heads * c.head_dim
-    block = attention + 3 * c.dim * c.hidden_dim + 2 * c.dim
+    dense = attention + 3 * c.dim * c.hidden_dim + 2 * c.dim
+    num_experts = c.num_experts + c.num_shared_experts
+    sparse = attention + 3 * c.dim * c.expert_dim * num_experts + c.num_experts * (c.dim + 1) + 2 * c.dim
+    num_dense = c.num_dense_layers if c.num_experts else c.num_layers
     ends = c.vocab_size * c.dim * (1 if c.tied_embeddings else 2) + c.dim
-    assert num_parameters(c) == c.num_layers * block + ends
+    assert num_parameters(c) == num_dense * dense + (c.num_layers - num_dense) * sparse + ends
 
 
 def test_demo_presets_are_small() -> None:

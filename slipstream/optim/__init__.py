@@ -1,11 +1,20 @@
 """Optimizers, parameter groups, error feedback and learning rates: what knows tensors, not pipelines."""
 
 from .correction import Alignment, predict, update_products
-from .groups import Group, Hyperparameters, assign, everything, is_matrix, muon_and_adamw
+from .groups import (
+    Group,
+    Hyperparameters,
+    assign,
+    balance_experts,
+    everything,
+    is_matrix,
+    is_router_bias,
+    muon_and_adamw,
+)
 from .learning_rate import SCHEDULES, constant, cosine, learning_rate_schedule, linear, wsd
-from .optimizer import AdamW, Muon
+from .optimizer import AdamW, Muon, SignDescent
 from .recipes import RECIPES, Recipe
-from .rules import SCALES, adamw_update, muon_update, newton_schulz
+from .rules import SCALES, adamw_update, muon_update, newton_schulz, sign_update
 
 __all__ = [
     "RECIPES",
@@ -17,18 +26,22 @@ __all__ = [
     "Hyperparameters",
     "Muon",
     "Recipe",
+    "SignDescent",
     "adamw_update",
     "assign",
+    "balance_experts",
     "constant",
     "cosine",
     "everything",
     "is_matrix",
+    "is_router_bias",
     "learning_rate_schedule",
     "linear",
     "muon_and_adamw",
     "muon_update",
     "newton_schulz",
     "predict",
+    "sign_update",
     "update_products",
     "wsd",
 ]

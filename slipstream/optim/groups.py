@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from .optimizer import AdamW, Muon
+from .optimizer import AdamW, Muon, SignDescent
 
 
 def everything(name: str, parameter: Tensor) -> bool:
@@ -22,8 +22,15 @@ def everything(name: str, parameter: Tensor) -> bool:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """A hidden matrix or a stack of them; embeddings and heads are told apart by their module's name."""
-    return parameter.ndim in (2, 3) and not {"embedding", "head"} & set(name.split("."))
+    """A hidden matrix or a stack of them; embeddings, heads and routers are told apart by their module's name.
+
+    A router is a head for experts: each row scores one choice for itself, and there is no use for rows that are
+    orthogonal to each other."""
+    return parameter.ndim in (2, 3) and not {"embedding", "head", "router"} & set(name.split("."))
+
+
+def is_router_bias(name: str, parameter: Tensor) -> bool:
+    return name.split(".")[-2:] == ["router", "bias"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +125,12 @@ def muon_and_adamw(
         group("matrices", partial(Muon, lr=muon_lr, **chosen("muon_")), is_matrix),
         group("rest", partial(AdamW, lr=adamw_lr, **chosen("adamw_")), elementwise=True),
     ]
+
+
+def balance_experts(rate: float) -> Group:
+    """For the biases of routers (slipstream/moe.py), whose gradients say which experts had too many tokens. It stands
+    before any group that takes everything: `[balance_experts(0.001), *muon_and_adamw(...)]`.
+
+    Nothing is clipped or decayed, and nothing predicted: a sign that turns around says nothing of the next one.
+    """
+    return Group("balance", partial(SignDescent, lr=rate), is_router_bias, elementwise=True)

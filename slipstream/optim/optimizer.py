@@ -1,4 +1,4 @@
-"""`Muon` and `AdamW`: thin torch optimizers over the rules.
+"""`Muon`, `AdamW` and `SignDescent`: thin torch optimizers over the rules.
 
     optimizer = Muon(matrices, lr=0.02)
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .rules import NS_DTYPES, SCALES, adamw_update, momentum_direction, orthogonal_update
+from .rules import NS_DTYPES, SCALES, adamw_update, momentum_direction, orthogonal_update, sign_update
 
 # Large matrices gain nothing from being stacked, and a stack costs several temporaries of its size.
 STACK_ELEMENTS = 2**24
@@ -180,6 +180,28 @@ class AdamW(Optimizer):
                     nesterov=group["nesterov"],
                 )
                 _apply(parameter, update, group)
+        return loss
+
+
+@final
+class SignDescent(Optimizer):
+    """A step of `lr` against the sign of the gradient, and none where that is zero."""
+
+    def __init__(self, params: ParamsT, *, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        with _newest_group(self) as group:
+            _require_not_negative(group, "lr", "weight_decay")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _apply(parameter, sign_update(parameter.grad, lr=group["lr"]), group)
         return loss
 
 

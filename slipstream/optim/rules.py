@@ -127,3 +127,8 @@ def adamw_update(
     denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
     # u = lr numerator / (1 - beta1^t) / denominator
     return numerator.mul(lr / (1 - beta1**step)).div_(denominator)
+
+
+def sign_update(gradient: Tensor, *, lr: float) -> Tensor:
+    """u = lr sign(g)"""
+    return gradient.sign().mul_(lr)

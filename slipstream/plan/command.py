@@ -24,7 +24,7 @@ from .advice import Advice, Given, advise
 from .costs import DeviceKind, ModelCosts, estimate, find_device
 from .memory import MemoryModel
 from .predict import SCHEDULES
-from .profile import KINDS, Profile, measure_profile, read_profile, write_profile
+from .profile import Profile, layer_kinds, measure_profile, read_profile, write_profile
 from .search import DATA_PARALLEL, Cluster, Option, Search
 from .show import can_draw, draw_plan, plan_table, plan_tree, profile_table
 
@@ -116,10 +116,11 @@ def profile(arguments: list[str]) -> None:
         raise UsageError("slipstream profile is one process: start it without torchrun")
     _check_folder("output", given.output)
     with _progress() as progress:
-        task = progress.add_task("profiling", total=len(KINDS))
+        kinds = list(dict.fromkeys(layer_kinds(model)))
+        task = progress.add_task("profiling", total=len(kinds))
 
         def tell(kind: str) -> None:
-            progress.update(task, description=f"timing the {kind}", completed=KINDS.index(kind))
+            progress.update(task, description=f"timing the {kind}", completed=kinds.index(kind))
 
         measured = measure_profile(config, model, tell)
     _to_file("output", given.output, lambda: write_profile(measured, given.output))

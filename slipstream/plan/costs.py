@@ -151,8 +151,7 @@ def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency:
     ]
     cost = tokens * per_token[-1] / flops
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
-    parts = [_update_seconds(config, model, device, flops, i) for i in (0, 1, -1)]
-    updates = [parts[0], *[parts[1]] * model.num_layers, parts[2]]
+    updates = _updates_seconds(config, model, device, flops)
     layers = tuple(
         replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)
     )
@@ -164,20 +163,30 @@ def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency:
     return ModelCosts(layers, size, source, is_measured=False)
 
 
-def _update_seconds(config: Config, model: ModelConfig, device: DeviceKind, flops: float, index: int) -> float:
-    """Newton-Schulz's products, where Muon has them, and every number of weights, gradient and state some 12 times."""
+def _updates_seconds(config: Config, model: ModelConfig, device: DeviceKind, flops: float) -> list[float]:
+    """Of every layer: Newton-Schulz's products, where Muon has them, and every number of weights, gradient and state
+    some 12 times."""
+    known: dict[tuple[torch.Size, ...], float] = {}  # most layers are like another
+    seconds = []
     with torch.device("meta"):
-        layer = decoder(replace(model, num_layers=1))[index]
-    prefix = {0: "embedding", -1: "head"}.get(index, "block")
-    seconds = 0.0
-    for name, parameter in layer.named_parameters():
-        seconds += 12 * parameter.numel() * getattr(torch, config.train.dtype).itemsize / device.memory_bandwidth
-        if config.optimizer.name == "muon" and is_matrix(f"{prefix}.{name}", parameter):
-            seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
+        layers = decoder(model)
+    for layer_name, layer in layers.named_children():
+        shapes = tuple(parameter.shape for parameter in layer.parameters())
+        if shapes not in known:
+            named = [(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()]
+            known[shapes] = sum(_update_seconds(config, device, flops, *pair) for pair in named)
+        seconds.append(known[shapes])
     return seconds
 
 
+def _update_seconds(config: Config, device: DeviceKind, flops: float, name: str, parameter: nn.Parameter) -> float:
+    seconds = 12 * parameter.numel() * getattr(torch, config.train.dtype).itemsize / device.memory_bandwidth
+    if config.optimizer.name == "muon" and is_matrix(name, parameter):
+        seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
+    return float(seconds)
+
+
 def _newton_schulz_flops(parameter: nn.Parameter) -> float:
-    """X X^T, its square, and their product with X."""
+    """X X^T, its square, and their product with X; of a stack, for each of its matrices."""
     short, long = sorted(parameter.shape[-2:])
-    return 2.0 * (2 * short * short * long + short**3)
+    return 2.0 * (2 * short * short * long + short**3) * (parameter.numel() // (short * long))

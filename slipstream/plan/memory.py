@@ -6,8 +6,9 @@
 
 The stage's layers are built on the meta device and the program's own parts play there: forward, backward, the weight
 versions and the update, while `LiveBytes` counts. So what a stage keeps and what it needs for a moment are read off the
-code that will run, not off formulas. Blocks are all alike: stages of more than a few are extrapolated from fewer, which
-changes nothing but the time it takes.
+code that will run, not off formulas. Blocks of a kind, dense or with experts, are all alike: stages of more than a few
+are extrapolated from fewer, which changes nothing but the time it takes. Experts are evenly loaded here; uneven loads
+move rows from one expert to another and change neither their number nor what is kept of them.
 
 Four things are added by rule, as the code in pipeline/ has them: copies of the weights (versions.py), a second gradient
 while an update runs beside the next batch (executor.py), the sums over stages (reduction.py) and messages under way
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from ..arguments import UsageError
 from ..config import Config
 from ..model import ModelConfig, decoder, next_token_loss
+from ..optim.groups import is_matrix
 from ..optim.optimizer import STACK_ELEMENTS
 from ..parts import parameter_groups
 from ..pipeline.executor import LOOKAHEAD
@@ -86,6 +88,30 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How many a stage has of each kind, in this order."""
+
+    dense: int
+    sparse: int
+    """With experts."""
+
+    @property
+    def count(self) -> int:
+        return self.dense + self.sparse
+
+    def few(self, most: int) -> Blocks:
+        return Blocks(min(self.dense, most), min(self.sparse, most))
+
+
+def blocks_of(model: ModelConfig, first_layer: int, num_layers: int) -> Blocks:
+    """Among consecutive layers, of which the embedding is number 0."""
+    num_dense = model.num_layers - model.num_sparse_layers
+    first, last = max(first_layer, 1), min(first_layer + num_layers, model.num_layers + 1)
+    dense = max(0, min(last, num_dense + 1) - first)
+    return Blocks(dense, max(0, last - first) - dense)
+
+
+@dataclass(frozen=True)
 class Passes:
     """One microbatch through a stage's layers."""
 
@@ -117,13 +143,13 @@ class MemoryModel:
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
-        has_embedding, num_blocks, has_head = self._layers(stage)
-        passes = self.passes(has_embedding, num_blocks, has_head, microbatch_size)
+        has_embedding, blocks, has_head = self._layers(stage)
+        passes = self.passes(has_embedding, blocks, has_head, microbatch_size)
         separate = self._separate_masters(stage)
-        update = self.update(has_embedding, num_blocks, has_head, separate)
+        update = self.update(has_embedding, blocks, has_head, separate)
         copies = stage.versions + separate
         activations = round(stage.in_flight * passes.activations)
-        reduction_held, reduction_work = self._reduction(stage, has_embedding, has_head)
+        reduction_held, reduction_work = self._reduction(stage, has_embedding, blocks, has_head)
         compute_work = max(passes.forward_work, passes.backward_work)
         update_work = max(update.work, reduction_held + reduction_work)
         if stage.background_update:
@@ -142,25 +168,30 @@ class MemoryModel:
             overlap=overlap,
         )
 
-    def _layers(self, stage: Stage) -> tuple[bool, int, bool]:
+    def _layers(self, stage: Stage) -> tuple[bool, Blocks, bool]:
         has_embedding = stage.first_layer == 0
         has_head = stage.first_layer + stage.num_layers == self.model.num_layers + 2
-        return has_embedding, stage.num_layers - has_embedding - has_head, has_head
+        return has_embedding, blocks_of(self.model, stage.first_layer, stage.num_layers), has_head
 
     def _separate_masters(self, stage: Stage) -> bool:
         """As Pipeline decides it."""
         predicts = self.config.optimizer.error_feedback != 0 and stage.delay > 0
         return stage.versions > 1 and (predicts or (self.config.train.track_alignment and stage.versions == 2))
 
-    def _reduction(self, stage: Stage, has_embedding: bool, has_head: bool) -> tuple[int, int]:
+    def _reduction(self, stage: Stage, has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int]:
         """What Reducer.reduce holds while it waits for the others, and then needs for a moment: a copy of a tied
         gradient and room for both stages' copies; and the largest gradient in float64, for its norm."""
         bytes_each = _itemsize(self.config)
         is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
-        block = self.model.dim * max(self.model.hidden_dim, self.model.dim)
-        largest = max(block, self.model.vocab_size * self.model.dim if has_embedding or has_head else 0)
-        return tied, 8 * largest if bytes_each < 8 else 0
+        rows = [self.model.dim]
+        if blocks.dense:
+            rows.append(self.model.hidden_dim)
+        if blocks.sparse:
+            rows.append(self.model.expert_dim * max(self.model.num_experts, self.model.num_shared_experts))
+        if has_embedding or has_head:
+            rows.append(self.model.vocab_size)
+        return tied, 8 * self.model.dim * max(rows) if bytes_each < 8 else 0
 
     def _messages(self, stage: Stage, microbatch_size: int) -> int:
         """As ProcessLink keeps them, between processes and machines: receives are posted up to LOOKAHEAD actions ahead,
@@ -179,45 +210,48 @@ class MemoryModel:
 
     # ---- the dry runs
 
-    def passes(self, has_embedding: bool, num_blocks: int, has_head: bool, microbatch_size: int) -> Passes:
-        few = min(num_blocks, 2)
+    def passes(self, has_embedding: bool, blocks: Blocks, has_head: bool, microbatch_size: int) -> Passes:
+        few = blocks.few(2)
         key = ("passes", has_embedding, few, has_head, microbatch_size)
         if key not in self._known:
             self._known[key] = self._play_passes(has_embedding, few, has_head, microbatch_size)
         result: Passes = self._known[key]
-        if num_blocks == few:
-            return result
-        one, two = (self.passes(False, count, False, microbatch_size) for count in (1, 2))
-        more = num_blocks - few
-        return replace(
-            result,
-            parameters=result.parameters + more * (two.parameters - one.parameters),
-            buffers=result.buffers + more * (two.buffers - one.buffers),
-            activations=result.activations + more * (two.activations - one.activations),
-        )
+        for kind, more in ((Blocks(1, 0), blocks.dense - few.dense), (Blocks(0, 1), blocks.sparse - few.sparse)):
+            if more == 0:
+                continue
+            one = self.passes(False, kind, False, microbatch_size)
+            two = self.passes(False, Blocks(2 * kind.dense, 2 * kind.sparse), False, microbatch_size)
+            result = replace(
+                result,
+                parameters=result.parameters + more * (two.parameters - one.parameters),
+                buffers=result.buffers + more * (two.buffers - one.buffers),
+                activations=result.activations + more * (two.activations - one.activations),
+            )
+        return result
 
-    def update(self, has_embedding: bool, num_blocks: int, has_head: bool, separate: bool) -> Update:
+    def update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
         """Parameters are updated one or one stack at a time, so the parts of a stage can be measured alone."""
         if has_embedding and has_head and self.model.tied_embeddings:
-            return self._update(True, num_blocks, True, separate)
-        few = min(num_blocks, self._blocks_of_a_stack())
+            return self._update(True, blocks, True, separate)
+        few = blocks.few(self._blocks_of_a_stack())
         parts = []
-        if num_blocks:
+        if blocks.count:
             parts.append(self._update(False, few, False, separate))
-        if num_blocks > few:
-            one = self._update(False, 1, False, separate)
-            parts.append(replace(one, optimizer=(num_blocks - few) * one.optimizer))
+        for kind, more in ((Blocks(1, 0), blocks.dense - few.dense), (Blocks(0, 1), blocks.sparse - few.sparse)):
+            if more:
+                one = self._update(False, kind, False, separate)
+                parts.append(replace(one, optimizer=more * one.optimizer))
         if has_embedding:
-            parts.append(self._update(True, 0, False, separate))
+            parts.append(self._update(True, Blocks(0, 0), False, separate))
         if has_head:
-            parts.append(self._update(False, 0, True, separate))
+            parts.append(self._update(False, Blocks(0, 0), True, separate))
         return Update(sum(part.optimizer for part in parts), max(part.work for part in parts))
 
-    def _update(self, has_embedding: bool, num_blocks: int, has_head: bool, separate: bool) -> Update:
-        key = ("update", has_embedding, num_blocks, has_head, separate)
+    def _update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
+        key = ("update", has_embedding, blocks, has_head, separate)
         if key not in self._known:
             try:
-                self._known[key] = self._play_update(has_embedding, num_blocks, has_head, separate)
+                self._known[key] = self._play_update(has_embedding, blocks, has_head, separate)
             except Exception as error:  # any optimizer may be configured, and some look at the numbers themselves
                 name = self.config.optimizer.name
                 raise UsageError(
@@ -240,15 +274,20 @@ class MemoryModel:
         return blocks
 
     def _count_blocks_of_a_stack(self) -> int:
+        every_kind = blocks_of(self.model, 0, self.model.num_layers + 2).few(1)
+        kinds = [kind for kind in (Blocks(every_kind.dense, 0), Blocks(0, every_kind.sparse)) if kind.count]
+        return max(map(self._count_blocks_of_a_kind, kinds))
+
+    def _count_blocks_of_a_kind(self, kind: Blocks) -> int:
         counts: dict[int, int] = {}
-        for parameter in self._build(False, 1, False).parameters():
-            counts[parameter.numel()] = counts.get(parameter.numel(), 0) + (parameter.ndim > 1)
+        for name, parameter in self._build(False, kind, False).named_parameters():
+            counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
         stacks = {size: max(1, STACK_ELEMENTS // size) for size, count in counts.items() if count}
         size = max(stacks, key=lambda size: size * stacks[size])
         return -(-stacks[size] // counts[size])
 
-    def _play_passes(self, has_embedding: bool, num_blocks: int, has_head: bool, microbatch_size: int) -> Passes:
-        module = self._build(has_embedding, num_blocks, has_head)
+    def _play_passes(self, has_embedding: bool, blocks: Blocks, has_head: bool, microbatch_size: int) -> Passes:
+        module = self._build(has_embedding, blocks, has_head)
         parameters = dict.fromkeys(module.parameters())
         ids = torch.empty(microbatch_size, self.model.sequence_length, dtype=torch.int64, device="meta")
 
@@ -286,8 +325,8 @@ class MemoryModel:
             backward_work=backward_work,
         )
 
-    def _play_update(self, has_embedding: bool, num_blocks: int, has_head: bool, separate: bool) -> Update:
-        module = self._build(has_embedding, num_blocks, has_head)
+    def _play_update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
+        module = self._build(has_embedding, blocks, has_head)
         kept = WeightVersions(module, 2 if separate else 1, separate_masters=separate)
         groups = parameter_groups(self.config)
         updater = Updater(kept, groups, {}, lambda step: 1.0, self.config.train.track_alignment, torch.device("meta"))
@@ -308,12 +347,13 @@ class MemoryModel:
             work=work,
         )
 
-    def _build(self, has_embedding: bool, num_blocks: int, has_head: bool) -> nn.Sequential:
-        small = replace(self.model, num_layers=max(1, num_blocks))
+    def _build(self, has_embedding: bool, blocks: Blocks, has_head: bool) -> nn.Sequential:
+        num_dense = blocks.dense if self.model.num_experts else 0
+        small = replace(self.model, num_layers=max(1, blocks.count), num_dense_layers=num_dense)
         with torch.device("meta"):
             whole = decoder(small).to(getattr(torch, self.config.train.dtype))
-        first = 0 if has_embedding else 1 if num_blocks else 2
-        last = len(whole) if has_head else len(whole) - 1 if num_blocks else 1
+        first = 0 if has_embedding else 1 if blocks.count else 2
+        last = len(whole) if has_head else len(whole) - 1 if blocks.count else 1
         return nn.Sequential(OrderedDict(list(whole.named_children())[first:last]))
 
 

@@ -2,7 +2,8 @@
 
 One layer of each kind (embedding, block, head with the loss) is built with its weights and timed alone: forward,
 backward with and without gradients of the weights, and the update as the program makes it. Medians, after a warm-up; on
-CUDA between events. Blocks are all alike, so one stands for all.
+CUDA between events. Blocks are all alike, so one stands for all; where only the first of them are dense, one of these
+is timed besides. Experts are loaded as their initial weights happen to load them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ from ..parts import parameter_groups
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
 from .costs import LayerCost, ModelCosts
-from .memory import MemoryModel
+from .memory import MemoryModel, blocks_of
 
-KINDS = ("embedding", "block", "head")
 WARMUPS, REPEATS = 2, 7
 ENOUGH_SECONDS = 3.0
 """A measurement that takes longer than this is not repeated further, once it was made twice."""
 
 Progress = Callable[[str], None]
+
+
+def layer_kinds(model: ModelConfig) -> list[str]:
+    """Of every layer. A block is a dense_block only in a model whose other blocks have experts."""
+    num_dense = model.num_dense_layers if model.num_sparse_layers else 0
+    blocks = ["dense_block"] * num_dense + ["block"] * (model.num_layers - num_dense)
+    return ["embedding", *blocks, "head"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,9 @@ class Profile:
                 f"profile = {str(path)!r} is of another model, {wrong[0]}: run slipstream profile with these options"
             )
         rows = {row.kind: row for row in self.rows}
-        kinds = ["embedding", *["block"] * model.num_layers, "head"]
         layers = tuple(
             LayerCost(name, row.forward, row.backward_input, row.backward_weight, row.update)
-            for name, row in zip(layer_names(model), map(rows.__getitem__, kinds), strict=True)
+            for name, row in zip(layer_names(model), map(rows.__getitem__, layer_kinds(model)), strict=True)
         )
         where = f"{self.device}, torch {self.torch}, microbatches of {self.microbatch_size}"
         return ModelCosts(layers, self.microbatch_size, f"measured: {path} ({where})", is_measured=True)
@@ -94,7 +100,7 @@ def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profi
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.pipeline.stages))  # as a stage has them
     try:
         rows = []
-        for kind in KINDS:
+        for kind in dict.fromkeys(layer_kinds(model)):
             tell(kind)
             rows.append(_measure(kind, config, model, device))
         used = torch.get_num_threads() if device.type == "cpu" else 0
@@ -138,10 +144,11 @@ def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device
         input_only = min(both, _median(forward, backward, device, after=True))
         layer.requires_grad_(True)
     memory = MemoryModel(config, model, "cuda" if device.type == "cuda" else "cpu")
-    passes = memory.passes(kind == "embedding", int(kind == "block"), kind == "head", size)
+    index = layer_kinds(model).index(kind)
+    passes = memory.passes(kind == "embedding", blocks_of(model, index, 1), kind == "head", size)
     return Row(
         kind=kind,
-        num_layers=model.num_layers if kind == "block" else 1,
+        num_layers=layer_kinds(model).count(kind),
         parameters=sum(parameter.numel() for parameter in layer.parameters()),
         forward=seconds,
         backward_input=input_only,
@@ -152,12 +159,11 @@ def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device
 
 
 def _build(kind: str, config: Config, model: ModelConfig, device: torch.device) -> nn.Sequential:
-    small = replace(model, num_layers=1)
-    index = KINDS.index(kind)
+    index = layer_kinds(model).index(kind)
     with torch.device("meta"):
-        layer = nn.Sequential(OrderedDict([list(decoder(small).named_children())[index]]))
+        layer = nn.Sequential(OrderedDict([list(decoder(model).named_children())[index]]))
     layer.to(getattr(torch, config.train.dtype)).to_empty(device=device)
-    initialise(layer, small, config.train.seed)
+    initialise(layer, model, config.train.seed)
     return layer
 
 
@@ -227,8 +233,9 @@ def read_profile(path: Path) -> Profile:
         tree["model"] = ModelConfig(**tree["model"])
         tree["rows"] = tuple(Row(**row) for row in tree["rows"])
         profile = Profile(**tree)
-        if [row.kind for row in profile.rows] != list(KINDS):
-            raise ValueError("its rows are not embedding, block and head")
+        kinds = list(dict.fromkeys(layer_kinds(profile.model)))
+        if [row.kind for row in profile.rows] != kinds:
+            raise ValueError(f"its rows are not {', '.join(kinds)}")
         return profile
     except OSError as error:
         raise UsageError(f"profile = {str(path)!r} cannot be read ({error.strerror}): check the path") from error

@@ -19,7 +19,7 @@ from ..model import ModelConfig
 from ..pipeline import partition
 from ..schedule import SCHEDULES as RUNNABLE
 from .costs import ModelCosts
-from .memory import MemoryModel, Passes, Stage, StageMemory
+from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
 from .predict import FLUSHING, SCHEDULES, Prediction, predict, why_not
 
 ALIKE = 0.02
@@ -108,7 +108,8 @@ class Search:
 
     @property
     def num_parameters(self) -> int:
-        return self.memory_model.passes(True, self.model.num_layers, True, 1).parameters // self._itemsize
+        (whole,) = self._stage_passes((self.model.num_layers + 2,))
+        return whole.parameters // self._itemsize
 
     def all(self) -> dict[str, Option | str]:
         return {schedule: self.best(schedule) for schedule in (DATA_PARALLEL, *SCHEDULES)}
@@ -257,7 +258,7 @@ class Search:
     def _stage_passes(self, layers: tuple[int, ...]) -> list[Passes]:
         last = len(layers) - 1
         return [
-            self.memory_model.passes(i == 0, size - (i == 0) - (i == last), i == last, 1)
+            self.memory_model.passes(i == 0, blocks_of(self.model, sum(layers[:i]), size), i == last, 1)
             for i, size in enumerate(layers)
         ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.optim import AdamW, Group, Muon, assign, is_matrix, muon_and_adamw
+from slipstream.optim import AdamW, Group, Muon, SignDescent, assign, balance_experts, is_matrix, muon_and_adamw
 
 SHAPES = {
     "embedding.weight": (32, 8),
@@ -16,6 +16,8 @@ SHAPES = {
     "block0.attention.query.weight": (8, 8),
     "block0.mlp.gate.weight": (16, 8),
     "block0.experts.weight": (4, 16, 8),
+    "block0.router.weight": (4, 8),
+    "block0.router.bias": (4,),
     "head.norm.weight": (8,),
     "head.output.weight": (32, 8),
 }
@@ -27,7 +29,7 @@ def names(members: list[tuple[str, nn.Parameter]]) -> list[str]:
     return [name for name, _ in members]
 
 
-def test_hidden_matrices_are_told_from_embedding_head_and_vectors() -> None:
+def test_hidden_matrices_are_told_from_embedding_head_router_and_vectors() -> None:
     assert [name for name, parameter in PARAMETERS if is_matrix(name, parameter)] == [
         "block0.attention.query.weight",
         "block0.mlp.gate.weight",
@@ -50,9 +52,25 @@ def test_first_matching_group_takes_the_parameter_and_order_is_kept() -> None:
     assert [group.name for group, _ in assigned] == ["matrices", "weights", "rest"]
     matrices, weights, rest = (names(members) for _, members in assigned)
     assert matrices == ["block0.attention.query.weight", "block0.mlp.gate.weight", "block0.experts.weight"]
-    assert weights == ["embedding.weight", "block0.norm.weight", "head.norm.weight", "head.output.weight"]
-    assert rest == []
+    assert weights == [
+        "embedding.weight",
+        "block0.norm.weight",
+        "block0.router.weight",
+        "head.norm.weight",
+        "head.output.weight",
+    ]
+    assert rest == ["block0.router.bias"]
     assert all(parameter is dict(PARAMETERS)[name] for _, members in assigned for name, parameter in members)
+
+
+def test_biases_of_routers_are_balanced_without_clipping_decay_or_prediction() -> None:
+    groups = [balance_experts(0.5), *muon_and_adamw(muon_lr=0.02, adamw_lr=0.01, clip_norm=1.0, error_feedback=1.0)]
+    (group, members), *_ = assign(PARAMETERS, groups)
+    assert names(members) == ["block0.router.bias"]
+    optimizer = group.optimizer([parameter for _, parameter in members])
+    assert isinstance(optimizer, SignDescent)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert (group.clip_norm, group.weight_decay, group.error_feedback) == (None, 0.0, 0.0)
 
 
 def test_stage_without_parameters_keeps_its_empty_groups() -> None:

@@ -1,4 +1,4 @@
-"""A conformance suite for optimizers, ours and others', and what is particular to `Muon` and `AdamW`."""
+"""A conformance suite for optimizers, ours and others', and what is particular to ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.optim import AdamW, Muon, adamw_update, muon_update
+from slipstream.optim import AdamW, Muon, SignDescent, adamw_update, muon_update
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "muon_plain": partial(Muon, lr=0.02, nesterov=False, scale="match_rms_adamw"),
     "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
     "adamw_nesterov": partial(AdamW, lr=0.01, nesterov=True),
+    "sign_descent": partial(SignDescent, lr=0.01),
     "torch_sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "lion": partial(Lion, lr=0.001),
 }
@@ -71,7 +72,7 @@ def test_parameters_and_state_keep_their_dtype(make: MakeOptimizer, dtype: torch
     advance(optimizer, held, range(2))
     assert all(parameter.dtype == dtype for parameter in held)
     tensors = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.ndim]
-    assert tensors
+    assert tensors or isinstance(optimizer, SignDescent)
     assert all(tensor.dtype == dtype for tensor in tensors)
 
 
@@ -229,6 +230,13 @@ def test_optimizer_can_be_copied(name: str) -> None:
     twins = [parameter for group in twin.param_groups for parameter in group["params"]]
     advance(twin, twins, range(1, 3))
     assert_same_bits(held, twins)
+
+
+def test_sign_descent_goes_one_rate_against_the_sign_after_weight_decay() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    parameter.grad = torch.tensor([1e9, 0.0, -1e-9], dtype=torch.float64)
+    SignDescent([parameter], lr=0.25, weight_decay=0.5).step()
+    assert parameter.tolist() == [0.875 - 0.25, 1.75, 2.625 + 0.25]
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4, 5)])

@@ -46,7 +46,16 @@ def network(width: int = 12, num_layers: int = 8) -> Task:
     return Task(nn.Sequential(*layers).double(), data, nn.functional.mse_loss)
 
 
-def language_model(tied: bool, num_layers: int = 3) -> Task:
+EXPERTS = {
+    "num_experts": 5,
+    "experts_per_token": 2,
+    "expert_dim": 12,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+}
+
+
+def language_model(tied: bool, num_layers: int = 3, **experts: int) -> Task:
     config = ModelConfig(
         vocab_size=29,
         sequence_length=8,
@@ -56,6 +65,7 @@ def language_model(tied: bool, num_layers: int = 3) -> Task:
         num_kv_heads=2,
         hidden_dim=24,
         tied_embeddings=tied,
+        **experts,
     )
     model = decoder(config).double()
     initialise(model, config, seed=0)

@@ -8,11 +8,21 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
+from harness import (
+    EXPERTS,
+    Task,
+    even_cut,
+    forks,
+    language_model,
+    largest_difference,
+    network,
+    run_pipeline,
+    run_reference,
+)
 from torch import nn
 
 from slipstream import AdamW, Group, Muon, muon_and_adamw
-from slipstream.optim import is_matrix
+from slipstream.optim import balance_experts, is_matrix
 
 TOLERANCE = 1e-12
 NUM_STEPS = 22
@@ -217,6 +227,75 @@ def test_paci_follows_the_oracle_with_drifting_weights(stages, m, clip_norm):
     warmups = [stages - 1 - stage for stage in range(stages)]
     expected, _ = run_reference(task, groups, delays=[0] * stages, drift_warmups=warmups, **shared)
     outcome = run_pipeline(task, stages, groups, schedule="paci", **shared)
+    assert largest_difference(outcome.weights, expected) <= TOLERANCE
+
+
+def biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in weights.items() if name.endswith("router.bias")}
+
+
+# (stages, microbatches, lam, layers per stage or None, sync start, depth)
+EXPERT_CASES = [
+    (1, 2, 1.0, None, 0, "minimum"),
+    (2, 2, 1.0, [1, 4], 0, "minimum"),
+    (4, 5, 1.0, None, 3, "minimum"),
+    (3, 5, 0.5, None, 0, "double"),
+    (5, 5, 0.0, None, 0, "minimum"),
+]
+
+
+@pytest.mark.parametrize(("stages", "m", "lam", "sizes", "sync_start", "depth"), EXPERT_CASES)
+def test_experts_follow_the_oracle(stages, m, lam, sizes, sync_start, depth):
+    """Muon on stacks of experts, clipping, and routers whose biases every stage moves for itself."""
+    task = language_model(tied=True, **EXPERTS)
+    groups = [balance_experts(0.01), *groups_of("muon", lam)]
+    sizes = sizes or even_cut(task, stages)
+    shared = {
+        "num_microbatches": m,
+        "num_steps": NUM_STEPS,
+        "layers_per_stage": sizes,
+        "sync_start_steps": sync_start,
+        "learning_rate": falling_rate,
+    }
+    expected, losses = run_reference(task, groups, delays=[1] * stages, **shared)
+    outcome = run_pipeline(
+        task,
+        stages,
+        groups,
+        depth=depth,
+        evaluation=lambda microbatch: task.data(10**6, microbatch),
+        num_evaluations=2,
+        evaluate_every=5,
+        **shared,
+    )
+    assert largest_difference(outcome.weights, expected) <= TOLERANCE
+    assert [report.loss for report in outcome.reports[-1]] == pytest.approx(losses, rel=1e-12)
+    start = biases(dict(task.model.named_parameters()))
+    assert len(start) == 2
+    for name, bias in biases(outcome.weights).items():
+        assert (bias - start[name]).abs().max() > 0.02, name
+
+
+@forks
+def test_experts_in_processes_follow_the_oracle():
+    task = language_model(tied=False, **EXPERTS)
+    groups = [balance_experts(0.01), *groups_of("muon", 1.0)]
+    shared = {"num_microbatches": 4, "num_steps": NUM_STEPS}
+    expected, _ = run_reference(task, groups, delays=[1], **shared)
+    outcome = run_pipeline(task, 3, groups, threads=False, **shared)
+    assert largest_difference(outcome.weights, expected) <= TOLERANCE
+
+
+def test_experts_follow_the_oracle_of_pipedream_and_paci():
+    task = language_model(tied=False, **EXPERTS)
+    groups = [balance_experts(0.01), *groups_of("muon", 0.0, clip_norm=None)]
+    delays = [2, 1, 0]
+    shared = {"num_microbatches": 2, "num_steps": NUM_STEPS, "layers_per_stage": even_cut(task, 3)}
+    expected, _ = run_reference(task, groups, delays=delays, **shared)
+    outcome = run_pipeline(task, 3, groups, schedule="pipedream", **shared)
+    assert largest_difference(outcome.weights, expected) <= TOLERANCE
+    expected, _ = run_reference(task, groups, delays=[0] * 3, drift_warmups=delays, **shared)
+    outcome = run_pipeline(task, 3, groups, schedule="paci", **shared)
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
 
 

@@ -18,7 +18,7 @@ from slipstream.model import decoder, initialise, next_token_loss
 from slipstream.parts import parameter_groups
 from slipstream.pipeline.comm import Transport
 from slipstream.plan.live import LiveBytes
-from slipstream.plan.memory import MemoryModel, Stage, StageMemory
+from slipstream.plan.memory import Blocks, MemoryModel, Stage, StageMemory, blocks_of
 from slipstream.schedule import Schedule
 
 SIZES = (2, 2)
@@ -31,6 +31,8 @@ BASE = Config(
     ),
     train=TrainSection(microbatch_size=SIZE),
 )
+EXPERTS = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_dim": 24}
+"""Four of them for 2 x 72 rows: where all tokens are alike, the load is as uneven as can be."""
 MESSAGE = SIZE * LENGTH * 32 * 4
 
 
@@ -155,6 +157,36 @@ def test_activations_of_a_microbatch_are_predicted_to_the_byte():
     assert measured[1].activations == pytest.approx(per_microbatch[1] - MESSAGE, abs=8)
 
 
+@pytest.mark.parametrize("dense", [0, 1])
+def test_experts_are_predicted_as_exactly_however_uneven_their_load(dense):
+    config = changed(BASE, **EXPERTS, model__num_shared_experts=1, model__num_dense_layers=dense)
+    measured, predicted = measure(config, "two_bw"), predict(config, "two_bw")
+    for stage in range(2):
+        assert measured[stage].weights == predicted[stage].weights
+        assert measured[stage].optimizer == predicted[stage].optimizer
+        without_messages = predicted[stage].total - predicted[stage].messages
+        assert measured[stage].peak == pytest.approx(without_messages, rel=0.1)
+    measured, predicted = measure(config, "gpipe"), predict(config, "gpipe")
+    assert measured[0].activations == predicted[0].activations / MICROBATCHES
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "expected"),
+    [(0, 12, Blocks(3, 7)), (0, 1, Blocks(0, 0)), (0, 3, Blocks(2, 0)), (2, 4, Blocks(2, 2)), (10, 2, Blocks(0, 1))],
+)
+def test_the_blocks_of_a_stage_are_told_apart(first, count, expected):
+    config = changed(BASE, **EXPERTS, model__num_layers=10, model__num_dense_layers=3)
+    assert blocks_of(model_config(config, 0), first, count) == expected
+    dense = changed(BASE, model__num_layers=10)
+    assert blocks_of(model_config(dense, 0), first, count) == Blocks(expected.count, 0)
+
+
+def test_a_stage_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_played():
+    config = changed(BASE, **EXPERTS, model__num_layers=9, model__num_dense_layers=4)
+    memory, blocks = MemoryModel(config, model_config(config, 0), "cpu"), Blocks(4, 5)
+    assert memory.passes(False, blocks, True, SIZE) == memory._play_passes(False, blocks, True, SIZE)
+
+
 def test_tied_weights_are_held_by_both_stages():
     config = changed(BASE, model__tied_embeddings=True, optimizer__name="adamw")
     measured, predicted = measure(config, "two_bw"), predict(config, "two_bw")
@@ -165,7 +197,9 @@ def test_tied_weights_are_held_by_both_stages():
 
 def test_kernels_of_a_gpu_keep_less_of_a_norm():
     model = model_config(BASE, 0)
-    cpu, cuda = (MemoryModel(BASE, model, kernels).passes(False, 1, False, SIZE) for kernels in ("cpu", "cuda"))
+    cpu, cuda = (
+        MemoryModel(BASE, model, kernels).passes(False, Blocks(1, 0), False, SIZE) for kernels in ("cpu", "cuda")
+    )
     # Two normalised inputs, and attention's output, which on the CPU is copied for the layer that follows.
     assert 3 * MESSAGE - 512 < cpu.activations - cuda.activations <= 3 * MESSAGE
 
@@ -173,4 +207,5 @@ def test_kernels_of_a_gpu_keep_less_of_a_norm():
 def test_a_stage_of_many_blocks_is_what_it_would_be_if_all_were_played():
     model = model_config(BASE, 0)
     memory = MemoryModel(BASE, model, "cpu")
-    assert memory.passes(False, 5, True, SIZE) == memory._play_passes(False, 5, True, SIZE)
+    five = Blocks(5, 0)
+    assert memory.passes(False, five, True, SIZE) == memory._play_passes(False, five, True, SIZE)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from settings import changed
 
 from slipstream.arguments import parse
 from slipstream.cli import run
-from slipstream.config import Config, validate
-from slipstream.model import PRESETS, num_parameters
+from slipstream.config import Config, model_config, validate
+from slipstream.model import PRESETS, layer_costs, num_parameters
 from slipstream.plan import profile as profiling
+from slipstream.plan.costs import estimate, find_device
 from slipstream.plan.predict import SCHEDULES
 
 SHAPE = "--model.dim {} --model.num-layers {} --model.num-heads 4 --model.num-kv-heads 2 --model.hidden-dim {}"
@@ -116,3 +118,53 @@ def test_mistakes_are_one_sentence_that_names_the_field(capsys, words, named):
 def test_the_presets_to_plan_with_have_the_parameters_in_their_names():
     assert num_parameters(PRESETS["10b"]) == pytest.approx(10e9, rel=0.03)
     assert num_parameters(PRESETS["70b"]) == pytest.approx(70e9, rel=0.01)
+
+
+EXPERTS = "--model.num-experts 4 --model.experts-per-token 2 --model.expert-dim 16 --model.num-shared-experts 1"
+MIXED = [*SMALL, *EXPERTS.split(), "--model.num-dense-layers", "1"]
+
+
+def test_a_profile_of_a_model_with_experts_has_both_kinds_of_blocks(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "REPEATS", 2)
+    path = tmp_path / "profile.json"
+    assert run(["profile", "--output", str(path), *MIXED]) == 0
+    capsys.readouterr()
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["kind"], row["num_layers"]) for row in rows] == [
+        ("embedding", 1),
+        ("dense_block", 1),
+        ("block", 3),
+        ("head", 1),
+    ]
+    assert rows[1]["parameters"] != rows[2]["parameters"]
+    assert "costs measured" in plan(capsys, "--devices", "2", "--batch-tokens", "64", "--profile", str(path), *MIXED)
+    said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *SMALL)
+    assert "is 1 there and 0 here" in said or "is 4 there and 0 here" in said
+
+
+def test_a_model_with_experts_is_planned_with_all_its_parameters_in_memory(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    said = plan(capsys, "--devices", "2", "--batch-tokens", "64", "--json", str(path), *MIXED)
+    config = parse(Config, MIXED, "slipstream train", "")
+    total = num_parameters(model_config(config, 0))
+    assert f"{total:,} parameters" in said
+    row = next(row for row in json.loads(path.read_text())["options"] if row["schedule"] == "two_bw")
+    tables = 4 * 2 * 32 * 4 * 4  # of four blocks: cosine and sine, 32 positions, 4 pairs, 4 bytes
+    assert sum(stage["weights"] for stage in row["memory"]) == 3 * 4 * total + tables
+
+
+def test_the_work_of_active_experts_and_the_update_of_all_of_them_are_estimated():
+    model, device = PRESETS["moe-10b"], find_device("h200")
+    config = changed(Config(), model__preset="moe-10b", train__microbatch_size=1)
+    costs = estimate(config, model, device, efficiency=1.0).layers
+    tokens = model.sequence_length
+    per_token = layer_costs(model, tokens)
+    for cost, flops in list(zip(costs, per_token, strict=True))[1:]:
+        assert cost.compute == pytest.approx(3 * tokens * flops / device.flops)
+    dense, sparse = costs[1], costs[2]
+    assert [cost.update for cost in costs[2:-1]] == [sparse.update] * 23
+    # 64 experts of 3 matrices, 1024 x 2048, in five steps of Newton-Schulz; attention and the shared one are little.
+    products = 5 * 64 * 3 * 2 * (2 * 1024**2 * 2048 + 1024**3) / device.flops
+    moves = 12 * 4 * 64 * 3 * 1024 * 2048 / device.memory_bandwidth
+    assert products + moves < sparse.update < 1.2 * (products + moves)
+    assert dense.update < sparse.update / 3

@@ -40,6 +40,13 @@ BASE = changed(
     evaluation__batches=2,
     evaluation__every_steps=0,
 )
+EXPERTS = {
+    "model__num_experts": 4,
+    "model__experts_per_token": 2,
+    "model__expert_dim": 8,
+    "model__num_shared_experts": 1,
+    "model__num_dense_layers": 1,
+}
 CPU = torch.device("cpu")
 
 
@@ -84,6 +91,7 @@ def run_pipeline(config: Config) -> tuple[dict[str, Tensor], list[float], float]
         {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "optimizer__error_feedback": 1.0},
         {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "pipeline__sync_start_steps": 5},
         {"pipeline__stages": 4, "pipeline__schedule": "paci", "optimizer__error_feedback": 0.0},
+        {"pipeline__stages": 3, "pipeline__microbatches": 3, **EXPERTS},
     ],
     ids=lambda changes: ",".join(f"{name.split('__')[1]}={value}" for name, value in changes.items()),
 )
