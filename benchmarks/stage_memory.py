@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from slipstream import Pipeline
 from slipstream.config import Config, EvaluationSection, ModelSection, OptimizerSection, TrainSection, model_config
-from slipstream.model import decoder, initialise, layer_costs, next_token_loss
-from slipstream.parts import parameter_groups
+from slipstream.loss import decoder_and_loss
+from slipstream.model import initialise, layer_costs
+from slipstream.parts import parameter_groups, recomputed_layers
 from slipstream.pipeline import partition
 from slipstream.pipeline.comm import Gathering, Summing, Transport
 from slipstream.pipeline.link import Link, Message, Waiting
@@ -155,6 +156,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedule", default="two_bw", choices=("two_bw", "one_f_one_b", "gpipe", "paci"))
     parser.add_argument("--optimizer", default="muon")
     parser.add_argument("--error-feedback", type=float, default=1.0)
+    parser.add_argument("--loss-chunk-tokens", type=int, default=0)
+    parser.add_argument("--recompute-every", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     return parser.parse_args()
@@ -164,7 +167,12 @@ def configure(given: argparse.Namespace) -> Config:
     return Config(
         model=ModelSection(preset=given.preset, sequence_length=given.sequence_length),
         optimizer=OptimizerSection(name=given.optimizer, error_feedback=given.error_feedback),
-        train=TrainSection(microbatch_size=given.microbatch_size, device=given.device),
+        train=TrainSection(
+            microbatch_size=given.microbatch_size,
+            device=given.device,
+            loss_chunk_tokens=given.loss_chunk_tokens,
+            recompute_every=given.recompute_every,
+        ),
         evaluation=EvaluationSection(batches=0),
     )
 
@@ -195,7 +203,7 @@ def measure_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
     transport = Alone(given.stage, given.stages, shape, device, given.microbatches, counts)
 
     with torch.device("meta"):
-        whole = decoder(model)
+        whole, loss = decoder_and_loss(model, given.loss_chunk_tokens)
 
     def prepare(layers: nn.Sequential) -> None:
         layers.to_empty(device=device)
@@ -210,12 +218,13 @@ def measure_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
             transport,
             whole,
             data=data,
-            loss=next_token_loss,
+            loss=loss,
             optimizer=parameter_groups(config),
             num_microbatches=given.microbatches,
             num_steps=given.steps,
             schedule=given.schedule,
             layers_per_stage=sizes,
+            recompute=recomputed_layers(config, model),
             prepare=prepare,
             device=device,
         )

@@ -155,6 +155,10 @@ class TrainSection:
     """An inf or nan in loss or gradient stops the run, or costs one update, on all stages alike."""
     track_alignment: bool = True
     """Log the cosine of consecutive updates; without error feedback that keeps one more copy of the weights."""
+    loss_chunk_tokens: int = 0
+    """Tokens whose logits exist at a time: head and loss go over a microbatch in chunks of so many; 0: all at once."""
+    recompute_every: int = 0
+    """Every n-th block keeps its input alone and is computed again in the backward; 1: all blocks, 0: none."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,8 @@ def schedule_of(config: Config) -> Schedule:
 AT_LEAST = {
     "train.steps": 1,
     "train.microbatch_size": 1,
+    "train.loss_chunk_tokens": 0,
+    "train.recompute_every": 0,
     "pipeline.stages": 1,
     "pipeline.replicas": 1,
     "pipeline.microbatches": 1,
@@ -321,6 +327,11 @@ def _validate_pipeline(config: Config) -> None:
         raise ConfigError(
             f"optimizer.error_feedback = {config.optimizer.error_feedback:g} needs a weight version to predict into, "
             "and paci keeps none: set optimizer.error_feedback = 0, or pipeline.schedule = 'two_bw'"
+        )
+    if section.schedule == "paci" and config.train.recompute_every:
+        raise ConfigError(
+            f"train.recompute_every = {config.train.recompute_every} computes blocks again with the weights of their "
+            "forward, and paci has overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'"
         )
     try:
         schedule_of(config)

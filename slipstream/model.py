@@ -374,13 +374,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, logits: bool = True) -> None:
         super().__init__()
+        self.logits = logits
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x))
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.norm(x)
+        return self.output(x) if self.logits else (x, self.output.weight)
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -388,14 +390,18 @@ def layer_names(config: ModelConfig) -> list[str]:
     return ["embedding", *(f"block{i}" for i in range(config.num_layers)), "head"]
 
 
-def decoder(config: ModelConfig) -> nn.Sequential:
-    """The whole model: token ids (batch, length) in, logits (batch, length, vocab_size) out."""
+def decoder(config: ModelConfig, logits: bool = True) -> nn.Sequential:
+    """The whole model: token ids (batch, length) in, logits (batch, length, vocab_size) out.
+
+    logits: false hands over what they would be made of, the last hidden states and the weight of the projection, for a
+    loss that never holds all of them (loss.py).
+    """
     config.validate()
     num_dense = config.num_layers - config.num_sparse_layers
     layers: list[nn.Module] = [
         nn.Embedding(config.vocab_size, config.dim),
         *(Block(config, is_sparse=i >= num_dense) for i in range(config.num_layers)),
-        Head(config),
+        Head(config, logits),
     ]
     model = nn.Sequential(OrderedDict(zip(layer_names(config), layers, strict=True)))
     tie(model, config)
@@ -443,7 +449,8 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         # Always drawn on the CPU in float32, so that devices and dtypes start alike.
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
+        draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+        parameter.copy_(draw.mul_(std))
     for module in model.modules():
         if isinstance(module, Attention):
             module.reset_buffers()

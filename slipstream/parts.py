@@ -19,7 +19,7 @@ from torch import nn
 
 from .config import Config, ConfigError, OptimizerSection, has_experts, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
-from .model import ModelConfig, decoder, layer_costs
+from .model import ModelConfig, decoder, layer_costs, layer_names
 from .optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
@@ -215,8 +215,14 @@ def _check_optimizers(config: Config, groups: list[Group], model: ModelConfig) -
             ) from error
 
 
+def recomputed_layers(config: Config, model: ModelConfig) -> tuple[str, ...]:
+    """By name: every n-th block, from the first, whichever stage it is on."""
+    every, blocks = config.train.recompute_every, layer_names(model)[1:-1]
+    return tuple(blocks[::every]) if every else ()
+
+
 def _layers_per_stage(config: Config, model: ModelConfig) -> list[int]:
-    costs = _measured_costs(config, model) or layer_costs(model, model.sequence_length)
+    costs = _measured_costs(config, model) or _estimated_costs(config, model)
     stages = config.pipeline.stages
     if stages > len(costs):
         raise ConfigError(
@@ -231,6 +237,13 @@ def _layers_per_stage(config: Config, model: ModelConfig) -> list[int]:
     return sizes
 
 
+def _estimated_costs(config: Config, model: ModelConfig) -> list[float]:
+    """In forwards' FLOPs: a backward is two more, so a block that is recomputed takes four thirds of what others do."""
+    recomputed = recomputed_layers(config, model)
+    forward = zip(layer_names(model), layer_costs(model, model.sequence_length), strict=True)
+    return [cost * 4 / 3 if name in recomputed else cost for name, cost in forward]
+
+
 def _measured_costs(config: Config, model: ModelConfig) -> list[float]:
     """Of a forward and a backward through each layer; empty without a profile."""
     if not config.pipeline.profile:
@@ -240,10 +253,10 @@ def _measured_costs(config: Config, model: ModelConfig) -> list[float]:
 
     path = Path(config.pipeline.profile)
     try:
-        layers = read_profile(path).costs(model, path).layers
+        costs = read_profile(path).costs(model, path)
     except UsageError as error:
         raise ConfigError(f"pipeline.{error}") from error
-    return [layer.compute for layer in layers]
+    return [layer.compute for layer in costs.recomputing(recomputed_layers(config, model)).layers]
 
 
 def _has_tied(config: Config, model: ModelConfig) -> bool:

@@ -24,9 +24,10 @@ from torch import nn
 
 from .config import Config, ConfigError, to_toml, validate
 from .expectation import Expectation
+from .loss import decoder_and_loss
 from .metrics import Metrics, Screen, draw_losses, finite
-from .model import decoder, initialise, next_token_loss, num_parameters
-from .parts import Parts, check
+from .model import initialise, num_parameters
+from .parts import Parts, check, recomputed_layers
 from .pipeline import Pipeline, StepReport, Transport, launch
 from .pipeline.clock import Activity, Span
 from .pipeline.comm import gather_objects
@@ -139,10 +140,10 @@ def train_stage(transport: Transport, config: Config) -> None:
 
 
 def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipeline:
-    """One stage of what a configuration comes to, with its weights."""
+    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any."""
     device = torch.device(config.train.device)
     with torch.device("meta"):
-        model = decoder(parts.model)
+        model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
 
     def materialise(layers: nn.Sequential) -> None:
         layers.to(getattr(torch, config.train.dtype))
@@ -155,7 +156,7 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         transport,
         model,
         data=parts.batches,
-        loss=next_token_loss,
+        loss=loss,
         optimizer=parts.groups,
         num_microbatches=config.pipeline.microbatches,
         num_steps=config.train.steps,
@@ -171,6 +172,7 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         skip_non_finite=config.train.non_finite == "skip",
         track_alignment=config.train.track_alignment,
         layers_per_stage=parts.layers_per_stage,
+        recompute=recomputed_layers(config, parts.model),
         prepare=materialise,
         device=device,
     )

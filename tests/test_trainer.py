@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from settings import changed
 
-from slipstream.config import Config, ConfigError, load_toml
-from slipstream.model import num_parameters
+from slipstream.config import Config, ConfigError, ModelSection, load_toml
+from slipstream.model import decoder, num_parameters
 from slipstream.parts import check, parameter_groups
-from slipstream.trainer import train
+from slipstream.pipeline import Transport, launch
+from slipstream.plan.live import LiveBytes
+from slipstream.trainer import make_pipeline, train
 
 
 def summary_of(config: Config) -> dict[str, Any]:
@@ -170,6 +173,69 @@ def test_the_checksum_does_not_depend_on_the_cut(tied, tiny):
         for sizes in [(4,), (1, 3), (3, 1), (1, 2, 1)]
     }
     assert len(sums) == 1
+
+
+def test_recomputed_blocks_change_no_bit_and_a_loss_in_chunks_only_rounding(tiny):
+    first = summary_of(tiny)
+    again = summary_of(changed(tiny, run__name="again", train__recompute_every=1))
+    assert again["parameter_checksum"] == first["parameter_checksum"]
+    chunks = summary_of(changed(tiny, run__name="chunks", train__loss_chunk_tokens=6))
+    assert chunks["last_loss"] == pytest.approx(first["last_loss"], rel=1e-4)
+    assert chunks["val_loss"] == pytest.approx(first["val_loss"], rel=1e-4)
+
+
+def test_recomputed_blocks_weigh_more_in_the_cut(tiny):
+    config = changed(tiny, model__num_layers=8, model__vocab_size=515)  # a head of 3.2 blocks
+    assert check(config).layers_per_stage == [7, 3]
+    assert check(changed(config, train__recompute_every=1)).layers_per_stage == [6, 4]
+
+
+# ---- what it holds
+
+
+class RealBytes(LiveBytes):
+    """A model on the meta device has sizes, and takes no memory."""
+
+    def add(self, tensor: torch.Tensor, counts: bool = True) -> None:
+        if tensor.device.type != "meta":
+            super().add(tensor, counts)
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("one_f_one_b", 1), ("two_bw", 3)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_no_stage_ever_holds_more_than_its_own_layers(tied, schedule, copies, tiny):
+    """While it is made: its copies of the weights, and beside them at most the tensors it is filling one from."""
+    section = ModelSection(
+        dim=32, num_layers=14, num_heads=2, num_kv_heads=1, hidden_dim=64, sequence_length=8, tied_embeddings=tied
+    )
+    config = changed(
+        tiny,
+        pipeline__stages=8,
+        pipeline__microbatches=8,
+        pipeline__layers_per_stage=(2,) * 8,
+        pipeline__schedule=schedule,
+    )
+    config = replace(config, model=section)
+    parts = check(config)
+
+    def worker(transport: Transport) -> tuple[int, int]:
+        live = RealBytes()
+        with live.watch():
+            pipeline = make_pipeline(transport, config, parts)
+            kept = live.now
+        del pipeline
+        return kept, live.peak
+
+    with torch.device("meta"):
+        whole = decoder(parts.model)
+    num_bytes = 4 * num_parameters(parts.model)
+    for stage, (kept, peak) in enumerate(launch(worker, 8, threads=True, timeout_seconds=30.0)):
+        own = [4 * p.numel() for p in whole[2 * stage : 2 * stage + 2].parameters()]
+        tables = 4 * sum(buffer.numel() for buffer in whole[2 * stage : 2 * stage + 2].buffers())
+        # Beside its weights what the update is accounted in, and its copy of a tied one until the other stage takes it.
+        assert 0 <= kept - copies * sum(own) - tables <= 512 + tied * max(own)
+        assert peak <= kept + 3 * max(own)
+        assert peak < num_bytes / 2
 
 
 # ---- what it learns

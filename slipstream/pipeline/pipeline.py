@@ -10,7 +10,8 @@ launch(worker, num_stages=2)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..schedule import Schedule, ScheduleError
 from .comm import Transport
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
+from .recompute import Recomputing
 from .update import Updater
 from .versions import WeightVersions
 
@@ -49,6 +51,8 @@ class Pipeline:
     and
                        after the last; their losses are averaged unless evaluation_scale says otherwise
     layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
+    recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
+                       the backward
     prepare            called with this stage's layers before anything else, to initialise or move them
     """
 
@@ -77,6 +81,7 @@ class Pipeline:
         track_alignment: bool = True,
         layers_per_stage: Sequence[int] | None = None,
         layer_costs: Sequence[float] | None = None,
+        recompute: Collection[str] = (),
         prepare: Callable[[nn.Sequential], None] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -105,11 +110,12 @@ class Pipeline:
             groups,
             bool(tied),
             skip_non_finite,
+            bool(recompute),
         )
         transport.max_under_way = self.schedule.max_in_flight + self.schedule.num_evaluations
         for stages in sorted({weight.stages for weight in tied.values()}):
             transport.open_group(stages)
-        module = cut(model, sizes, stage)
+        module = _recomputing(model, cut(model, sizes, stage), recompute)
         if prepare is not None:
             prepare(module)
         module.to(device)
@@ -167,7 +173,17 @@ def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:
     return tuple(sorted({*regular, num_steps - 1}))
 
 
-def plan_schedule(schedule: Schedule, groups: Sequence[Group], has_tied: bool, skip_non_finite: bool) -> Schedule:
+def _recomputing(model: nn.Sequential, module: nn.Sequential, recompute: Collection[str]) -> nn.Sequential:
+    known = [name for name, _ in model.named_children()]
+    for name in recompute:
+        if name not in known:
+            raise ValueError(f"recompute names {name!r}, which is no layer: the layers are {', '.join(known)}")
+    return Recomputing(OrderedDict(module.named_children()), recompute) if recompute else module
+
+
+def plan_schedule(
+    schedule: Schedule, groups: Sequence[Group], has_tied: bool, skip_non_finite: bool, recomputes: bool = False
+) -> Schedule:
     """The schedule as these groups need it, or one sentence why the two do not go together.
 
     pipedream and paci update a stage as soon as its own gradient is there. They wait for the other stages only if a sum
@@ -181,6 +197,11 @@ def plan_schedule(schedule: Schedule, groups: Sequence[Group], has_tied: bool, s
             "untie them, or use two_bw"
         )
     if schedule.name == "paci":
+        if recomputes:
+            raise ScheduleError(
+                "recompute computes layers again with the weights of their forward, and paci has overwritten them: "
+                "leave it empty, or use two_bw"
+            )
         for group in groups:
             if group.error_feedback != 0:
                 raise ScheduleError(

@@ -109,7 +109,8 @@ def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
     memory = least.memory[least.largest_stage]
     sentences = [
         f"Nothing fits into {_gib(search.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
-        f"{least.schedule} on {least.num_stages} stages ({_parts(memory)})."
+        f"{least.schedule} on {least.num_stages} stages ({_parts(memory)}).",
+        *_smaller_activations(search.config),
     ]
     for schedule in ("two_bw", "one_f_one_b"):
         more = search.more_devices(schedule)
@@ -123,9 +124,18 @@ def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
         sentences.append(
             "More devices alone do not help: the first stage of a pipeline holds a microbatch for every stage, in all "
             "the activations of one through the whole model. Use a smaller model.sequence_length, devices with more "
-            "memory, or tensor parallelism or recomputed activations, which the trainer does not have."
+            "memory, or tensor parallelism, which the trainer does not have."
         )
     return Advice(tuple(sentences), None, None)
+
+
+def _smaller_activations(config: Config) -> list[str]:
+    options = []
+    if config.train.recompute_every != 1:
+        options.append("--train.recompute-every 1 (every block is computed twice)")
+    if not config.train.loss_chunk_tokens:
+        options.append("--train.loss-chunk-tokens 1024 (never all logits at once)")
+    return [f"Activations shrink with {' and '.join(options)}."] if options else []
 
 
 def _parts(memory: Any) -> str:

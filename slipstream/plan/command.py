@@ -18,7 +18,7 @@ from ..arguments import UsageError, parse
 from ..config import Config, ConfigError, load_toml, model_config, validate
 from ..metrics import Screen
 from ..model import ModelConfig
-from ..parts import parameter_groups
+from ..parts import parameter_groups, recomputed_layers
 from ..pipeline import under_torchrun
 from .advice import Advice, Given, advise
 from .costs import DeviceKind, ModelCosts, estimate, find_device
@@ -208,15 +208,21 @@ def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
 def _costs(
     given: PlanArguments, config: Config, model: ModelConfig, device: DeviceKind, profile: Profile | None
 ) -> ModelCosts:
+    recomputed = recomputed_layers(config, model)
     if profile is None:
-        return estimate(config, model, device, given.efficiency)
+        return estimate(config, model, device, given.efficiency).recomputing(recomputed)
     assert given.profile is not None
     if (profile.optimizer, profile.dtype) != (config.optimizer.name, config.train.dtype):
         raise UsageError(
             f"profile = {str(given.profile)!r} is of {profile.optimizer} in {profile.dtype}, not of "
             f"{config.optimizer.name} in {config.train.dtype}: run slipstream profile with these options"
         )
-    return profile.costs(model, given.profile)
+    if profile.loss_chunk_tokens != config.train.loss_chunk_tokens:
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of train.loss_chunk_tokens = {profile.loss_chunk_tokens}, not of "
+            f"{config.train.loss_chunk_tokens}: run slipstream profile with these options"
+        )
+    return profile.costs(model, given.profile).recomputing(recomputed)
 
 
 def _batch_size(given: PlanArguments, config: Config, model: ModelConfig) -> int:

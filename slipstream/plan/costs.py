@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,6 +108,14 @@ class ModelCosts:
     """Where they come from, in words."""
     is_measured: bool
 
+    def recomputing(self, names: Collection[str]) -> ModelCosts:
+        """The layers of these names are computed a second time before their backward."""
+        layers = tuple(
+            replace(layer, backward_input=layer.backward_input + layer.forward) if layer.name in names else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
     def stages(self, layers_per_stage: Sequence[int], microbatch_size: int, latency: float) -> StageCosts:
         scale = microbatch_size / self.microbatch_size
         parts, first = [], 0
@@ -151,6 +159,8 @@ def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency:
     ]
     cost = tokens * per_token[-1] / flops
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
+    if config.train.loss_chunk_tokens:  # the forward makes the gradient too; the backward adds it to the others
+        head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=3 * table / device.memory_bandwidth)
     updates = _updates_seconds(config, model, device, flops)
     layers = tuple(
         replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)

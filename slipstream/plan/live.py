@@ -7,8 +7,8 @@
 
 Every storage that an operation makes while a thread is watched counts until it is freed, wherever that happens. What
 existed before does not count, nor what a kernel allocates for itself. On the meta device storages have sizes and no
-memory, so a stage of any size is measured on a laptop; there, `fused_kernels` stands in for the kernels of a real
-device that keep less than the operations they replace.
+memory, so a stage of any size is measured on a laptop; there, `fuse_kernels` makes layers use stand-ins for the kernels
+of a real device that keep less than the operations they replace.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # the one private name: torch has no public way to see this
@@ -87,12 +86,22 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 # ---- what real devices fuse
 
 
-@contextmanager
-def fused_kernels(kernels: Kernels) -> Iterator[None]:
+def fuse_kernels(model: nn.Sequential, kernels: Kernels) -> None:
     """On the meta device, attention keeps what the device's fused kernel would, and on CUDA so do norms. The meta
-    device itself would compose both from small operations, and keep every length x length matrix of attention."""
-    with _Fused(kernels):
-        yield
+    device itself would compose both from small operations, and keep every length x length matrix of attention.
+
+    It is done to the layers, and not around a run of them: a layer that is recomputed runs in the middle of a backward,
+    where no such mode is in force."""
+    for layer in model:
+        setattr(layer, "forward", _fused(layer.forward, kernels))  # noqa: B010  (mypy would not have a method assigned)
+
+
+def _fused(forward: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with _Fused(kernels):
+            return forward(*args)
+
+    return run
 
 
 class _Fused(TorchFunctionMode):

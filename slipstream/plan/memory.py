@@ -17,8 +17,8 @@ while an update runs beside the next batch (executor.py), the sums over stages (
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,14 +27,16 @@ from torch import Tensor, nn
 
 from ..arguments import UsageError
 from ..config import Config
-from ..model import ModelConfig, decoder, next_token_loss
+from ..loss import decoder_and_loss
+from ..model import ModelConfig, layer_names
 from ..optim.groups import is_matrix
 from ..optim.optimizer import STACK_ELEMENTS
-from ..parts import parameter_groups
+from ..parts import parameter_groups, recomputed_layers
 from ..pipeline.executor import LOOKAHEAD
+from ..pipeline.recompute import Recomputing
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
-from .live import Kernels, LiveBytes, fused_kernels
+from .live import Kernels, LiveBytes, fuse_kernels
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ class Blocks:
     def few(self, most: int) -> Blocks:
         return Blocks(min(self.dense, most), min(self.sparse, most))
 
+    def times(self, count: int) -> Blocks:
+        return Blocks(count * self.dense, count * self.sparse)
+
 
 def blocks_of(model: ModelConfig, first_layer: int, num_layers: int) -> Blocks:
     """Among consecutive layers, of which the embedding is number 0."""
@@ -144,7 +149,7 @@ class MemoryModel:
 
     def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
         has_embedding, blocks, has_head = self._layers(stage)
-        passes = self.passes(has_embedding, blocks, has_head, microbatch_size)
+        passes = self.passes(has_embedding, blocks, has_head, microbatch_size, self._recomputed(stage))
         separate = self._separate_masters(stage)
         update = self.update(has_embedding, blocks, has_head, separate)
         copies = stage.versions + separate
@@ -172,6 +177,12 @@ class MemoryModel:
         has_embedding = stage.first_layer == 0
         has_head = stage.first_layer + stage.num_layers == self.model.num_layers + 2
         return has_embedding, blocks_of(self.model, stage.first_layer, stage.num_layers), has_head
+
+    def _recomputed(self, stage: Stage) -> tuple[bool, ...]:
+        """Of every block of the stage, whether it is."""
+        names = layer_names(self.model)[stage.first_layer : stage.first_layer + stage.num_layers]
+        recomputed = recomputed_layers(self.config, self.model)
+        return tuple(name in recomputed for name in names if name not in ("embedding", "head"))
 
     def _separate_masters(self, stage: Stage) -> bool:
         """As Pipeline decides it."""
@@ -210,23 +221,36 @@ class MemoryModel:
 
     # ---- the dry runs
 
-    def passes(self, has_embedding: bool, blocks: Blocks, has_head: bool, microbatch_size: int) -> Passes:
-        few = blocks.few(2)
-        key = ("passes", has_embedding, few, has_head, microbatch_size)
+    def passes(
+        self,
+        has_embedding: bool,
+        blocks: Blocks,
+        has_head: bool,
+        microbatch_size: int,
+        recomputed: tuple[bool, ...] = (),
+    ) -> Passes:
+        """recomputed: of every block, whether it is; empty: none is."""
+        recomputed = recomputed or (False,) * blocks.count
+        # A backward comes to the last blocks first, when most is held. Among so many is one that is recomputed.
+        few = max(2, self.config.train.recompute_every)
+        kinds = {Blocks(1, 0): recomputed[: blocks.dense], Blocks(0, 1): recomputed[blocks.dense :]}
+        played = blocks.few(few)
+        late = tuple(again for flags in kinds.values() for again in flags[-few:])
+        key = ("passes", has_embedding, played, late, has_head, microbatch_size)
         if key not in self._known:
-            self._known[key] = self._play_passes(has_embedding, few, has_head, microbatch_size)
+            self._known[key] = self._play_passes(has_embedding, played, has_head, microbatch_size, late)
         result: Passes = self._known[key]
-        for kind, more in ((Blocks(1, 0), blocks.dense - few.dense), (Blocks(0, 1), blocks.sparse - few.sparse)):
-            if more == 0:
-                continue
-            one = self.passes(False, kind, False, microbatch_size)
-            two = self.passes(False, Blocks(2 * kind.dense, 2 * kind.sparse), False, microbatch_size)
-            result = replace(
-                result,
-                parameters=result.parameters + more * (two.parameters - one.parameters),
-                buffers=result.buffers + more * (two.buffers - one.buffers),
-                activations=result.activations + more * (two.activations - one.activations),
-            )
+        for kind, flags in kinds.items():
+            for again, more in sorted(Counter(flags[:-few]).items()):
+                one, two = (
+                    self.passes(False, kind.times(count), False, microbatch_size, (again,) * count) for count in (1, 2)
+                )
+                result = replace(
+                    result,
+                    parameters=result.parameters + more * (two.parameters - one.parameters),
+                    buffers=result.buffers + more * (two.buffers - one.buffers),
+                    activations=result.activations + more * (two.activations - one.activations),
+                )
         return result
 
     def update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
@@ -280,14 +304,24 @@ class MemoryModel:
 
     def _count_blocks_of_a_kind(self, kind: Blocks) -> int:
         counts: dict[int, int] = {}
-        for name, parameter in self._build(False, kind, False).named_parameters():
+        for name, parameter in self._build(False, kind, False)[0].named_parameters():
             counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
         stacks = {size: max(1, STACK_ELEMENTS // size) for size, count in counts.items() if count}
         size = max(stacks, key=lambda size: size * stacks[size])
         return -(-stacks[size] // counts[size])
 
-    def _play_passes(self, has_embedding: bool, blocks: Blocks, has_head: bool, microbatch_size: int) -> Passes:
-        module = self._build(has_embedding, blocks, has_head)
+    def _play_passes(
+        self,
+        has_embedding: bool,
+        blocks: Blocks,
+        has_head: bool,
+        microbatch_size: int,
+        recomputed: tuple[bool, ...],
+    ) -> Passes:
+        module, loss = self._build(has_embedding, blocks, has_head)
+        if any(recomputed):
+            names = [f"block{i}" for i, again in enumerate(recomputed) if again]
+            module = Recomputing(OrderedDict(module.named_children()), names)
         parameters = dict.fromkeys(module.parameters())
         ids = torch.empty(microbatch_size, self.model.sequence_length, dtype=torch.int64, device="meta")
 
@@ -298,11 +332,12 @@ class MemoryModel:
                 inputs = torch.empty(*ids.shape, self.model.dim, dtype=dtype, device="meta", requires_grad=True)
             outputs = module(inputs)
             if has_head:
-                outputs = next_token_loss(outputs, ids.clone()) * 1.0
+                outputs = loss(outputs, ids.clone()) * 1.0
             return inputs, outputs
 
         live = LiveBytes()
-        with fused_kernels(self.kernels), live.watch():
+        fuse_kernels(module, self.kernels)
+        with live.watch():
             _, outputs = forward()
             torch.autograd.backward([outputs], [torch.empty_like(outputs)])
             del _, outputs
@@ -326,7 +361,7 @@ class MemoryModel:
         )
 
     def _play_update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
-        module = self._build(has_embedding, blocks, has_head)
+        module, _ = self._build(has_embedding, blocks, has_head)
         kept = WeightVersions(module, 2 if separate else 1, separate_masters=separate)
         groups = parameter_groups(self.config)
         updater = Updater(kept, groups, {}, lambda step: 1.0, self.config.train.track_alignment, torch.device("meta"))
@@ -347,14 +382,17 @@ class MemoryModel:
             work=work,
         )
 
-    def _build(self, has_embedding: bool, blocks: Blocks, has_head: bool) -> nn.Sequential:
+    def _build(
+        self, has_embedding: bool, blocks: Blocks, has_head: bool
+    ) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
         num_dense = blocks.dense if self.model.num_experts else 0
         small = replace(self.model, num_layers=max(1, blocks.count), num_dense_layers=num_dense)
         with torch.device("meta"):
-            whole = decoder(small).to(getattr(torch, self.config.train.dtype))
+            whole, loss = decoder_and_loss(small, self.config.train.loss_chunk_tokens)
+            whole.to(getattr(torch, self.config.train.dtype))
         first = 0 if has_embedding else 1 if blocks.count else 2
         last = len(whole) if has_head else len(whole) - 1 if blocks.count else 1
-        return nn.Sequential(OrderedDict(list(whole.named_children())[first:last]))
+        return nn.Sequential(OrderedDict(list(whole.named_children())[first:last])), loss
 
 
 def _itemsize(config: Config) -> int:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..arguments import UsageError
 from ..config import Config
-from ..model import ModelConfig, decoder, initialise, layer_names, next_token_loss
+from ..loss import decoder_and_loss
+from ..model import ModelConfig, initialise, layer_names
 from ..parts import parameter_groups
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
@@ -72,6 +73,7 @@ class Profile:
     message: int
     """Bytes of the activations between two stages."""
     rows: tuple[Row, ...]
+    loss_chunk_tokens: int = 0
 
     def costs(self, model: ModelConfig, path: Path) -> ModelCosts:
         """By layer, for a model of the same layers; it may have more or fewer of them."""
@@ -117,11 +119,12 @@ def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profi
         model=model,
         message=config.train.microbatch_size * model.sequence_length * model.dim * itemsize,
         rows=tuple(rows),
+        loss_chunk_tokens=config.train.loss_chunk_tokens,
     )
 
 
 def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device) -> Row:
-    layer = _build(kind, config, model, device)
+    layer, loss = _build(kind, config, model, device)
     size, length = config.train.microbatch_size, model.sequence_length
     dtype = getattr(torch, config.train.dtype)
     ids = torch.randint(model.vocab_size, (size, length), device=device)
@@ -129,7 +132,7 @@ def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device
 
     def forward() -> Tensor:
         outputs = layer(inputs)
-        return next_token_loss(outputs, ids) if kind == "head" else outputs
+        return loss(outputs, ids) if kind == "head" else outputs
 
     def backward(outputs: Tensor) -> None:
         torch.autograd.backward([outputs], [torch.ones_like(outputs)])
@@ -158,13 +161,16 @@ def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device
     )
 
 
-def _build(kind: str, config: Config, model: ModelConfig, device: torch.device) -> nn.Sequential:
+def _build(
+    kind: str, config: Config, model: ModelConfig, device: torch.device
+) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
     index = layer_kinds(model).index(kind)
     with torch.device("meta"):
-        layer = nn.Sequential(OrderedDict([list(decoder(model).named_children())[index]]))
+        whole, loss = decoder_and_loss(model, config.train.loss_chunk_tokens)
+        layer = nn.Sequential(OrderedDict([list(whole.named_children())[index]]))
     layer.to(getattr(torch, config.train.dtype)).to_empty(device=device)
     initialise(layer, model, config.train.seed)
-    return layer
+    return layer, loss
 
 
 def _measure_update(layer: nn.Sequential, config: Config, device: torch.device) -> float:

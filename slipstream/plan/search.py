@@ -191,6 +191,8 @@ class Search:
     def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
         if self.model.tied_embeddings and name in ("pipedream", "paci"):
             return "its stages step at different times, and tied weights need first and last together"
+        if self.config.train.recompute_every and name == "paci":
+            return "it overwrites the weights that recomputed blocks would need again"
         return why_not(name, num_stages, num_microbatches, self.model.num_layers + 2)
 
     def _stage_counts(self) -> Iterator[int]:

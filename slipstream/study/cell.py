@@ -108,6 +108,7 @@ class Cell:
             del sections[name]
         for name in ("track_alignment", "non_finite"):
             sections["train"].pop(name, None)
+        recompute_every = sections["train"].pop("recompute_every", 0)
         pipeline = self.config.pipeline
         sections["microbatches"] = pipeline.microbatches
         sections["compute"] = (self.compute_dtype or self.config.train.dtype, self.compile_mode)
@@ -122,6 +123,8 @@ class Cell:
             if len(set(self.stage_delays)) > 1 or self.drift_warmups:
                 sections["cut"] = (pipeline.stages, pipeline.layers_per_stage)
                 sections["delays"] = (self.stage_delays, self.drift_warmups)
+                if recompute_every and not pipeline.layers_per_stage:  # the cut is balanced by what blocks cost
+                    sections["recompute_every"] = recompute_every
             else:
                 sections["delays"] = self.stage_delays[0]
         return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:10]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..model import ModelConfig, decoder, initialise, layer_names, next_token_loss
+from ..loss import decoder_and_loss
+from ..model import ModelConfig, decoder, initialise, layer_names
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
-from ..parts import Parts
+from ..parts import Parts, recomputed_layers
+from ..pipeline.recompute import Recomputing
 from .cell import Cell
 from .predictors import Predictor, make_predictor
 
@@ -102,7 +104,14 @@ class DelayedRun:
         dtype = getattr(torch, config.train.dtype)
         compute_dtype = getattr(torch, cell.compute_dtype) if cell.compute_dtype else dtype
         # The masters are drawn in their own dtype, and the working copy rounded from them.
-        model, self._loss = _network(parts.model, compute_dtype, device, cell.compile_mode)
+        model, self._loss = _network(
+            parts.model,
+            compute_dtype,
+            device,
+            cell.compile_mode,
+            config.train.loss_chunk_tokens,
+            recomputed_layers(config, parts.model),
+        )
         working = dict(model.named_parameters())
         masters = _masters(parts.model, dtype, device, config.train.seed)
         stage_of = _stages(parts)
@@ -292,17 +301,24 @@ def _clip(gradients: list[Tensor], clip_norm: float | None) -> None:
 
 @functools.cache
 def _network(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, compile_mode: str | None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    compile_mode: str | None,
+    loss_chunk_tokens: int,
+    recomputed: tuple[str, ...],
 ) -> tuple[nn.Sequential, Callable[[Tensor, Tensor], Tensor]]:
     """The model, whose parameters a run fills before every batch, and the loss it gives. Kept from one cell to the
     next: compiling takes longer than a short run."""
     with torch.device("meta"):
-        model = decoder(config)
+        model, loss_of = decoder_and_loss(config, loss_chunk_tokens)
     model.to(dtype).to_empty(device=device)
     initialise(model, config, seed=0)  # for its buffers, and to tie what is tied
+    if recomputed:
+        model = Recomputing(OrderedDict(model.named_children()), recomputed)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(model(inputs), targets)
+        return loss_of(model(inputs), targets)
 
     if compile_mode is None:
         return model, loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from slipstream import Pipeline, launch
 from slipstream.config import Config, ModelSection, TrainSection, model_config
-from slipstream.model import decoder, initialise, next_token_loss
-from slipstream.parts import parameter_groups
+from slipstream.loss import decoder_and_loss
+from slipstream.model import decoder, initialise
+from slipstream.parts import parameter_groups, recomputed_layers
 from slipstream.pipeline.comm import Transport
 from slipstream.plan.live import LiveBytes
 from slipstream.plan.memory import Blocks, MemoryModel, Stage, StageMemory, blocks_of
@@ -52,7 +53,7 @@ def storage_bytes(tensors) -> int:
 
 def measure(config: Config, schedule: str) -> list[Measured]:
     """Runs three steps on two stages, as threads, each with a count of its own."""
-    model = decoder(model_config(config, 0))
+    model, loss = decoder_and_loss(model_config(config, 0), config.train.loss_chunk_tokens)
     initialise(model, model_config(config, 0), seed=0)
 
     def worker(transport: Transport) -> Measured:
@@ -67,13 +68,14 @@ def measure(config: Config, schedule: str) -> list[Measured]:
             transport,
             copy.deepcopy(model),
             data=data,
-            loss=next_token_loss,
+            loss=loss,
             optimizer=parameter_groups(config),
             num_microbatches=MICROBATCHES,
             num_steps=3,
             schedule=schedule,
             track_alignment=config.train.track_alignment,
             layers_per_stage=SIZES,
+            recompute=recomputed_layers(config, model_config(config, 0)),
         )
         apply = pipeline.updater.apply
 
@@ -149,8 +151,19 @@ def test_what_a_stage_keeps_is_predicted_exactly_and_its_peak_within_a_tenth(
         assert measured[stage].peak == pytest.approx(without_messages, rel=0.1)
 
 
-def test_activations_of_a_microbatch_are_predicted_to_the_byte():
-    measured, predicted = measure(BASE, "gpipe"), predict(BASE, "gpipe")
+@pytest.mark.parametrize("fields", [{"recompute_every": 1}, {"recompute_every": 2}, {"loss_chunk_tokens": 20}])
+def test_the_peak_follows_what_is_recomputed_and_computed_in_chunks(fields):
+    config = changed(BASE, **{f"train__{name}": value for name, value in fields.items()})
+    measured, predicted = measure(config, "two_bw"), predict(config, "two_bw")
+    for stage in range(2):
+        without_messages = predicted[stage].total - predicted[stage].messages
+        assert measured[stage].peak == pytest.approx(without_messages, rel=0.1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"recompute_every": 1}, {"recompute_every": 2}, {"loss_chunk_tokens": 20}])
+def test_activations_of_a_microbatch_are_predicted_to_the_byte(fields):
+    config = changed(BASE, **{f"train__{name}": value for name, value in fields.items()})
+    measured, predicted = measure(config, "gpipe"), predict(config, "gpipe")
     per_microbatch = [memory.activations / MICROBATCHES for memory in predicted]
     assert measured[0].activations == per_microbatch[0]
     # The second stage's inputs were made by the first; a scalar of its own is the sum of the losses.
@@ -181,10 +194,18 @@ def test_the_blocks_of_a_stage_are_told_apart(first, count, expected):
     assert blocks_of(model_config(dense, 0), first, count) == Blocks(expected.count, 0)
 
 
-def test_a_stage_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_played():
-    config = changed(BASE, **EXPERTS, model__num_layers=9, model__num_dense_layers=4)
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_a_stage_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_played(every):
+    config = changed(BASE, **EXPERTS, model__num_layers=9, model__num_dense_layers=4, train__recompute_every=every)
     memory, blocks = MemoryModel(config, model_config(config, 0), "cpu"), Blocks(4, 5)
-    assert memory.passes(False, blocks, True, SIZE) == memory._play_passes(False, blocks, True, SIZE)
+    recomputed = tuple(every > 0 and i % every == 0 for i in range(9))
+    played = memory._play_passes(False, blocks, True, SIZE, recomputed)
+    found = memory.passes(False, blocks, True, SIZE, recomputed)
+    assert replace(found, backward_work=0) == replace(played, backward_work=0)
+    # A backward comes to the dense blocks when those with experts, of which only the last are played, have let go of
+    # what they held: an upper bound.
+    assert played.backward_work <= found.backward_work <= 1.2 * played.backward_work
+    assert every or found == played
 
 
 def test_tied_weights_are_held_by_both_stages():
@@ -204,8 +225,31 @@ def test_kernels_of_a_gpu_keep_less_of_a_norm():
     assert 3 * MESSAGE - 512 < cpu.activations - cuda.activations <= 3 * MESSAGE
 
 
-def test_a_stage_of_many_blocks_is_what_it_would_be_if_all_were_played():
-    model = model_config(BASE, 0)
-    memory = MemoryModel(BASE, model, "cpu")
-    five = Blocks(5, 0)
-    assert memory.passes(False, five, True, SIZE) == memory._play_passes(False, five, True, SIZE)
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_stage_of_many_blocks_is_what_it_would_be_if_all_were_played(every, has_head):
+    config = changed(BASE, model__num_layers=8, train__recompute_every=every)
+    memory = MemoryModel(config, model_config(config, 0), "cpu")
+    names = [f"block{i}" for i in range(2, 8)]
+    recomputed = tuple(name in recomputed_layers(config, memory.model) for name in names)
+    assert sum(recomputed) == {0: 0, 1: 6, 2: 3, 3: 2}[every]
+    six = Blocks(6, 0)
+    played = memory._play_passes(False, six, has_head, SIZE, recomputed)
+    assert memory.passes(False, six, has_head, SIZE, recomputed) == played
+
+
+def test_recomputed_blocks_and_chunks_of_the_loss_take_less_room():
+    config = changed(BASE, model__num_layers=8, model__vocab_size=4096)
+    plain, blocks, chunks = (
+        MemoryModel(changed(config, **fields), model_config(config, 0), "cuda")
+        for fields in ({}, {"train__recompute_every": 1}, {"train__loss_chunk_tokens": 8})
+    )
+    again = blocks.passes(True, Blocks(4, 0), False, SIZE, (True,) * 4)
+    kept = plain.passes(True, Blocks(4, 0), False, SIZE)
+    assert again.activations < 6 * MESSAGE + 5 * 8192 < kept.activations / 4
+    assert again.activations + again.backward_work < kept.activations + kept.backward_work
+    logits = SIZE * LENGTH * 4096 * 4
+    head, lean = (memory.passes(False, Blocks(0, 0), True, SIZE) for memory in (plain, chunks))
+    assert head.activations + head.backward_work > 3 * logits
+    assert lean.activations + lean.backward_work < 3 * head.parameters + 4 * MESSAGE
+    assert lean.forward_work < logits

@@ -67,7 +67,22 @@ def test_a_model_too_large_for_one_device_gets_a_pipeline_and_a_command_that_the
 def test_what_no_number_of_devices_can_hold_is_said_so(capsys):
     said = plan(capsys, "--memory", "0.0004", "--devices", "2", "--batch-tokens", "64", *SMALL)
     assert "Nothing fits" in said
+    assert "Activations shrink with --train.recompute-every 1 (every block is computed twice) and --train.loss" in said
     assert "slipstream train" not in said
+
+
+def test_recomputed_blocks_take_less_memory_and_more_time(capsys, tmp_path):
+    rows = []
+    for every in ("0", "1"):
+        path = tmp_path / f"{every}.json"
+        words = ["--devices", "2", "--batch-tokens", "128", "--json", str(path), *SMALL]
+        plan(capsys, *words, "--train.recompute-every", every)
+        rows.append({row["schedule"]: row for row in json.loads(path.read_text())["options"]})
+    kept, again = (row["two_bw"] for row in rows)
+    assert kept["layers_per_stage"] == again["layers_per_stage"]
+    assert again["memory"][0]["activations"] < 0.5 * kept["memory"][0]["activations"]
+    assert again["step_seconds"] > kept["step_seconds"]
+    assert "impossible" in rows[1]["paci"]
 
 
 def test_more_devices_are_asked_for_where_they_help(capsys):
@@ -91,6 +106,9 @@ def test_a_profile_is_measured_read_back_and_planned_with(capsys, tmp_path, monk
     wider = [*SMALL, "--model.dim", "64"]
     said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *wider)
     assert "dim is 32 there and 64 here" in said
+    chunked = [*SMALL, "--train.loss-chunk-tokens", "16"]
+    said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *chunked)
+    assert "is of train.loss_chunk_tokens = 0, not of 16: run slipstream profile with these options" in said
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from settings import changed
 
 from slipstream.config import Config, ModelSection, OptimizerSection, model_config
 from slipstream.plan.costs import DeviceKind, LayerCost, ModelCosts, estimate
@@ -75,6 +76,27 @@ def test_stages_cost_what_their_layers_cost_in_proportion_to_the_microbatch():
     assert stages.backward_weight == (0.0, 36.0)
     assert stages.update == (1.0, 3.0)
     assert stages.latency == 0.5
+
+
+def test_a_layer_that_is_recomputed_takes_one_forward_more():
+    costs = estimate(CONFIG, MODEL, DEVICE, 0.5)
+    again = costs.recomputing(["block1"])
+    assert again.layers[1] == costs.layers[1]
+    assert again.layers[2].forward == costs.layers[2].forward
+    assert again.layers[2].compute == pytest.approx(costs.layers[2].compute + costs.layers[2].forward)
+
+
+def test_a_loss_in_chunks_has_its_gradient_with_the_forward():
+    plain = estimate(CONFIG, MODEL, DEVICE, 0.5).layers[-1]
+    chunks = estimate(changed(CONFIG, train__loss_chunk_tokens=64), MODEL, DEVICE, 0.5).layers[-1]
+    assert chunks.forward == pytest.approx(plain.compute)
+    assert chunks.backward_input == 0
+
+
+def test_paci_is_not_planned_with_recomputed_blocks():
+    searching = search()
+    again = replace(searching, config=changed(searching.config, train__recompute_every=1))
+    assert "recomputed" in str(again.best("paci"))
 
 
 def test_an_estimate_halves_when_the_device_is_twice_as_efficient():

@@ -60,6 +60,7 @@ def test_what_is_only_said_of_a_cell_does_not_change_it(cell: Cell) -> None:
     others = [
         with_config(cell, run__name="other", run__folder="elsewhere", run__overwrite=True, run__log_every_steps=3),
         with_config(cell, train__track_alignment=False),
+        with_config(cell, train__recompute_every=1),
         with_config(cell, pipeline__transport="thread", pipeline__timeout_seconds=1.0),
         replace(cell, mode="other", setting={"train.steps": 3}),
         replace(cell, compute_dtype=cell.config.train.dtype),
@@ -96,6 +97,13 @@ def test_pipedream_is_its_delays() -> None:
 # ---- different numbers, different id
 
 
+def test_recomputed_blocks_cost_more_and_may_move_the_cut_that_pipedream_depends_on() -> None:
+    pipedream = with_config(DELAYED, pipeline__stages=3, pipeline__schedule="pipedream")
+    assert with_config(pipedream, train__recompute_every=2).id != pipedream.id
+    given = with_config(pipedream, pipeline__layers_per_stage=(2, 2, 2))
+    assert with_config(given, train__recompute_every=2).id == given.id
+
+
 def other_values(hint: Any, value: Any) -> list[Any]:
     """Of the same type."""
     if typing.get_args(hint) and type(None) in typing.get_args(hint):
@@ -118,7 +126,7 @@ def all_changes() -> Iterator[dict[str, Any]]:
         hints = typing.get_type_hints(type(values))
         for member in dataclasses.fields(values):
             name = f"{section}__{member.name}"
-            if name not in ("train__track_alignment", "train__non_finite"):
+            if name not in ("train__track_alignment", "train__non_finite", "train__recompute_every"):
                 for value in other_values(hints[member.name], getattr(values, member.name)):
                     if not (name == "train__steps" and value == 0):
                         yield {name: value}

@@ -86,6 +86,8 @@ def run_pipeline(config: Config) -> tuple[dict[str, Tensor], list[float], float]
         {"optimizer__name": "adamw", "optimizer__learning_rate": 0.003},
         {"optimizer__name": "torch.optim.SGD", "optimizer__arguments": {"momentum": 0.9}},
         {"pipeline__sync_start_steps": 7},
+        {"train__loss_chunk_tokens": 5, "model__tied_embeddings": True},
+        {"train__recompute_every": 2, "train__loss_chunk_tokens": 24},
         {"pipeline__stages": 3, "pipeline__microbatches": 5},
         {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "optimizer__error_feedback": 0.0},
         {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "optimizer__error_feedback": 1.0},
