@@ -121,6 +121,13 @@ def predict(config: Config, schedule: str) -> list[StageMemory]:
     return [memory.stage_memory(stage, SIZE) for stage in stages]
 
 
+def assert_peak(measured: int, predicted: StageMemory) -> None:
+    """Between a tenth below what is expected and a tenth above, or as much as an update that happens to meet a backward
+    may add."""
+    expected, most = predicted.total - predicted.messages, predicted.most - predicted.messages
+    assert 0.9 * expected <= measured <= max(1.1 * expected, most)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "error_feedback", "track_alignment", "copies"),
     [
@@ -147,8 +154,7 @@ def test_what_a_stage_keeps_is_predicted_exactly_and_its_peak_within_a_tenth(
     for stage in range(2):
         assert measured[stage].weights == predicted[stage].weights
         assert measured[stage].optimizer == predicted[stage].optimizer
-        without_messages = predicted[stage].total - predicted[stage].messages
-        assert measured[stage].peak == pytest.approx(without_messages, rel=0.1)
+        assert_peak(measured[stage].peak, predicted[stage])
 
 
 @pytest.mark.parametrize("fields", [{"recompute_every": 1}, {"recompute_every": 2}, {"loss_chunk_tokens": 20}])
@@ -156,8 +162,7 @@ def test_the_peak_follows_what_is_recomputed_and_computed_in_chunks(fields):
     config = changed(BASE, **{f"train__{name}": value for name, value in fields.items()})
     measured, predicted = measure(config, "two_bw"), predict(config, "two_bw")
     for stage in range(2):
-        without_messages = predicted[stage].total - predicted[stage].messages
-        assert measured[stage].peak == pytest.approx(without_messages, rel=0.1)
+        assert_peak(measured[stage].peak, predicted[stage])
 
 
 @pytest.mark.parametrize("fields", [{}, {"recompute_every": 1}, {"recompute_every": 2}, {"loss_chunk_tokens": 20}])
@@ -177,8 +182,7 @@ def test_experts_are_predicted_as_exactly_however_uneven_their_load(dense):
     for stage in range(2):
         assert measured[stage].weights == predicted[stage].weights
         assert measured[stage].optimizer == predicted[stage].optimizer
-        without_messages = predicted[stage].total - predicted[stage].messages
-        assert measured[stage].peak == pytest.approx(without_messages, rel=0.1)
+        assert_peak(measured[stage].peak, predicted[stage])
     measured, predicted = measure(config, "gpipe"), predict(config, "gpipe")
     assert measured[0].activations == predicted[0].activations / MICROBATCHES
 
