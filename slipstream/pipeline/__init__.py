@@ -1,10 +1,11 @@
-"""Executes what schedule/ says: stages, their weight versions, and the one file that communicates."""
+"""Executes what schedule/ says: stages, their weight versions, and how they reach each other."""
 
-from .comm import ThreadWorld, Transport
+from .comm import Transport
 from .executor import EvaluationReport, NonFiniteError, PipelineError, StepReport
 from .launch import StageFailure, launch, under_torchrun
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
+from .threads import ThreadWorld
 
 __all__ = [
     "EvaluationReport",

@@ -20,7 +20,8 @@ from ..optim.correction import Alignment
 from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
 from .clock import Activity, Clock, Mark, TimeSplit
-from .comm import Message, PeerLost, Transport
+from .comm import Transport
+from .link import Message, PeerLost
 from .partition import Tied
 from .reduction import Finished, Reducer, Sums
 from .update import Updater

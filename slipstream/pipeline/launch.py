@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .comm import Mesh, ProcessTransport, ThreadWorld, Transport
+from .comm import Mesh, ProcessTransport, Transport
 from .executor import NonFiniteError, PipelineError
+from .threads import ThreadWorld
 
 Result = TypeVar("Result")
 Worker = Callable[[Transport], Result]

@@ -57,9 +57,14 @@ class _Wire:
 
     def check(self, waiting: Waiting, is_silent: bool) -> None:
         """Raises if the peer is gone, or has been silent for too long. It has nothing to say meanwhile."""
-        with suppress(BlockingIOError):
-            if not self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-                raise peer_lost(self._stage, self._peer, None, waiting)
+        try:
+            is_gone = not self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            is_gone = False
+        except ConnectionResetError:  # it went with messages that it had not taken
+            is_gone = True
+        if is_gone:
+            raise peer_lost(self._stage, self._peer, None, waiting)
         if is_silent:
             raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting)
 

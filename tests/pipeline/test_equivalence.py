@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import (
     EXPERTS,
+    Outcome,
     Task,
     even_cut,
     forks,
@@ -69,16 +70,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stages", "m", "optimizer", "lam", "tied", "sizes", "sync_start", "depth"), CASES)
-def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_start, depth):
-    """Clipping on, learning rate varying, evaluation in the middle of the run."""
-    task = language_model(tied)
-    groups = groups_of(optimizer, lam)
-    sizes = sizes or even_cut(task, stages)
+def follow_two_bw(
+    task: Task, groups: list[Group], stages: int, m: int, sizes: list[int] | None, sync_start: int, depth: str
+) -> tuple[Outcome, list[float]]:
+    """The pipeline, whose weights equal the oracle's, and the oracle's losses. Clipping on, learning rate varying,
+    evaluation in the middle of the run."""
     shared = {
         "num_microbatches": m,
         "num_steps": NUM_STEPS,
-        "layers_per_stage": sizes,
+        "layers_per_stage": sizes or even_cut(task, stages),
         "sync_start_steps": sync_start,
         "learning_rate": falling_rate,
     }
@@ -94,6 +94,14 @@ def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_
         **shared,
     )
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
+    return outcome, losses
+
+
+@pytest.mark.parametrize(("stages", "m", "optimizer", "lam", "tied", "sizes", "sync_start", "depth"), CASES)
+def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_start, depth):
+    outcome, losses = follow_two_bw(
+        language_model(tied), groups_of(optimizer, lam), stages, m, sizes, sync_start, depth
+    )
     for reports in outcome.reports:
         assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-12)
         late = reports[sync_start + 1 :]
@@ -249,26 +257,7 @@ def test_experts_follow_the_oracle(stages, m, lam, sizes, sync_start, depth):
     """Muon on stacks of experts, clipping, and routers whose biases every stage moves for itself."""
     task = language_model(tied=True, **EXPERTS)
     groups = [balance_experts(0.01), *groups_of("muon", lam)]
-    sizes = sizes or even_cut(task, stages)
-    shared = {
-        "num_microbatches": m,
-        "num_steps": NUM_STEPS,
-        "layers_per_stage": sizes,
-        "sync_start_steps": sync_start,
-        "learning_rate": falling_rate,
-    }
-    expected, losses = run_reference(task, groups, delays=[1] * stages, **shared)
-    outcome = run_pipeline(
-        task,
-        stages,
-        groups,
-        depth=depth,
-        evaluation=lambda microbatch: task.data(10**6, microbatch),
-        num_evaluations=2,
-        evaluate_every=5,
-        **shared,
-    )
-    assert largest_difference(outcome.weights, expected) <= TOLERANCE
+    outcome, losses = follow_two_bw(task, groups, stages, m, sizes, sync_start, depth)
     assert [report.loss for report in outcome.reports[-1]] == pytest.approx(losses, rel=1e-12)
     start = biases(dict(task.model.named_parameters()))
     assert len(start) == 2

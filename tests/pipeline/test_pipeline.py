@@ -13,7 +13,8 @@ from harness import Task, even_cut, forks, largest_difference, network, run_pipe
 from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, launch
-from slipstream.pipeline.comm import ThreadWorld, gather_objects
+from slipstream.pipeline.comm import gather_objects
+from slipstream.pipeline.threads import ThreadWorld
 from slipstream.schedule import ScheduleError
 
 ADAMW = [Group("all", partial(torch.optim.AdamW, lr=0.01), error_feedback=1.0, clip_norm=0.5)]

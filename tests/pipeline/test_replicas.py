@@ -21,23 +21,23 @@ Part = tuple[int, int, dict[str, Tensor], list[StepReport]]
 """Replica, stage, weights and reports of a process or thread."""
 
 
-def groups() -> list[Group]:
+def groups(lam: float = 1.0) -> list[Group]:
     return muon_and_adamw(
         muon_lr=0.02,
         adamw_lr=0.01,
         muon_ns_dtype=torch.float64,
         weight_decay=0.1,
-        error_feedback=1.0,
+        error_feedback=lam,
         clip_norm=0.05,
     )
 
 
 def run_replicas(
-    task: Task, num_stages: int, num_replicas: int, launching: dict[str, Any], **options: Any
+    task: Task, num_stages: int, num_replicas: int, launching: dict[str, Any], lam: float = 1.0, **options: Any
 ) -> list[Part]:
     def worker(transport: Transport) -> Part:
         pipeline = Pipeline(
-            transport, copy.deepcopy(task.model), data=task.data, loss=task.loss, optimizer=groups(), **options
+            transport, copy.deepcopy(task.model), data=task.data, loss=task.loss, optimizer=groups(lam), **options
         )
         reports = [report for report in pipeline.run() if isinstance(report, StepReport)]
         weights = {name: weight.clone() for name, weight in pipeline.weights().items()}
@@ -58,11 +58,13 @@ def follow_the_oracle(
 ) -> None:
     """Every replica, and to the bit each other. The oracle has one batch of all microbatches."""
     sizes = even_cut(task, num_stages)
+    lam = 0.0 if options.get("schedule") == "paci" else 1.0
     parts = run_replicas(
         task,
         num_stages,
         num_replicas,
         launching,
+        lam,
         num_microbatches=num_microbatches,
         num_steps=NUM_STEPS,
         layers_per_stage=sizes,
@@ -71,10 +73,11 @@ def follow_the_oracle(
     schedule = Schedule(options.pop("schedule", "two_bw"), num_stages, num_microbatches, NUM_STEPS)
     expected, losses = run_reference(
         task,
-        groups(),
+        groups(lam),
         num_microbatches=num_microbatches * num_replicas,
         num_steps=NUM_STEPS,
         delays=[schedule.delay(stage) for stage in range(num_stages)],
+        drift_warmups=[num_stages - 1 - stage for stage in range(num_stages)] if schedule.name == "paci" else None,
         layers_per_stage=sizes,
         **options,
     )
@@ -135,3 +138,15 @@ def test_a_replica_that_fails_is_named():
 
     with pytest.raises(RuntimeError, match=r"replica 1: stage . failed at .*no such page"):
         run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": False}, num_microbatches=2, num_steps=6)
+
+
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
+def test_a_nan_that_one_replica_sees_stops_them_all(threads):
+    task = network()
+
+    def data(step: int, microbatch: int) -> Any:
+        inputs, targets = task.data(step, microbatch)
+        return (inputs * float("nan") if (step, microbatch) == (3, 1) else inputs), targets
+
+    with pytest.raises(RuntimeError, match=r"step 3 stops the run: the "):
+        run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": threads}, num_microbatches=2, num_steps=6)

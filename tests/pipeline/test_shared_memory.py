@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -173,6 +173,27 @@ def test_a_receiver_that_is_gone_is_no_error_before_someone_waits_for_it(ends):
         send(sender, torch.zeros(2))
 
 
+def on_every_stage(num_stages: int, meet: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=meet, args=(stage,)) for stage in range(num_stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+
+
+@pytest.mark.parametrize("num_taken", [0, 2])
+def test_a_receiver_that_went_with_messages_untaken_is_gone_too(ends, num_taken):
+    sender, receiver = ends
+    for _ in range(3):
+        send(sender, torch.zeros(2))
+    for _ in range(num_taken):
+        take(receiver)
+    receiver.close()
+    with pytest.raises(PeerLost, match="stage 1 is gone: stage 0 was waiting for the test"):
+        for _ in range(4):
+            send(sender, torch.zeros(2))
+
+
 def connect_all(num_stages: int) -> list[list[bool]]:
     """Which edges are shared, as every stage sees it."""
     store = dist.HashStore()
@@ -186,11 +207,7 @@ def connect_all(num_stages: int) -> list[list[bool]]:
             for end in pair:
                 end.close()
 
-    threads = [threading.Thread(target=meet, args=(stage,)) for stage in range(num_stages)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    on_every_stage(num_stages, meet)
     return [answers[stage] for stage in range(num_stages)]
 
 
@@ -228,11 +245,7 @@ def assembled(num_stages: int, tensors: list[Tensor], timeout_seconds: float = 5
             time.sleep(2 * timeout_seconds)
         assembly.close()
 
-    threads = [threading.Thread(target=meet, args=(stage,)) for stage in range(num_stages)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    on_every_stage(num_stages, meet)
     return gathered
 
 
