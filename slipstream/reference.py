@@ -38,11 +38,16 @@ def reference_run(
     loss_scale: Callable[[int], float] | None = None,
     skip_non_finite: bool = False,
     drift_warmups: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Returns the final z of every parameter and the loss of every step. `model` itself is left at its last weights.
 
     drift_warmups: PACI. Stage s's microbatch k reads the version that was newest drift_warmups[s] microbatches ago in
     its forward, and the newest in its backward.
+
+    dtype: what x is rounded to before anything is computed with it, while z stays as fine as the model's parameters.
+    gradient_dtype: that a step's gradients are added up in; None: that of x.
     """
     m = num_microbatches
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -50,7 +55,8 @@ def reference_run(
     delay_of = {name: delays[stage_of[name]] for name in parameters}
 
     # x[name][v]: the weights of version v; u[name]: the latest update, already times lam d.
-    x = {name: [p.detach().clone()] for name, p in parameters.items()}
+    x = {name: [p.detach().to(dtype or p.dtype, copy=True)] for name, p in parameters.items()}
+    z = {name: p.detach().clone() for name, p in parameters.items()}
     predicted = {name: torch.zeros_like(p) for name, p in parameters.items()}
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
     assigned = assign(list(masters.items()), groups)
@@ -61,7 +67,10 @@ def reference_run(
     for step in range(num_steps):
         synchronous = step < sync_start_steps
         step_loss = 0.0
-        gradients: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        gradients = {
+            name: torch.zeros_like(p, dtype=gradient_dtype or dtype, requires_grad=False)
+            for name, p in parameters.items()
+        }
         for microbatch in range(m):
             for name, parameter in parameters.items():
                 if drift_warmups is not None:
@@ -97,20 +106,20 @@ def reference_run(
             clip = 1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (norm + 1e-6))
             before = {}
             for name, master in members:
-                z = x[name][-1] + predicted[name]
+                before[name] = z[name] if dtype else x[name][-1] + predicted[name]  # rounding loses what x would tell
                 if finite:
-                    z = z * (1 - optimizer.param_groups[0]["lr"] * group.weight_decay)
-                before[name] = z
-                master.data = z.clone()
-                master.grad = gradients[name] * clip
+                    before[name] = before[name] * (1 - optimizer.param_groups[0]["lr"] * group.weight_decay)
+                master.data = before[name].clone()
+                master.grad = (gradients[name] * clip).to(master.dtype)
             if finite:
                 optimizer.step()
             for name, master in members:
                 update = before[name] - master.detach()
                 predicted[name] = group.error_feedback * (0 if synchronous else delay_of[name]) * update
-                x[name].append(master.detach() - predicted[name])
+                x[name].append((master.detach() - predicted[name]).to(dtype or master.dtype))
+                z[name] = master.detach().clone()
 
-    return {name: x[name][-1] + predicted[name] for name in parameters}, losses
+    return {name: z[name] if dtype else x[name][-1] + predicted[name] for name in parameters}, losses
 
 
 def _stages(model: nn.Sequential, layers_per_stage: Sequence[int]) -> dict[str, int]:

@@ -39,12 +39,12 @@ class Gathering(ABC):
         """One tensor per stage, in the order of the stages."""
 
 
-class Summing(ABC):
-    """A sum over replicas under way."""
+class Exchange(ABC):
+    """A sum over replicas, or what one hands to the others, under way."""
 
     @abstractmethod
     def wait(self, waiting: Waiting) -> None:
-        """The tensors hold the sum, the same bits on every replica."""
+        """The tensors hold it."""
 
 
 class Transport(ABC):
@@ -71,8 +71,19 @@ class Transport(ABC):
         of it, in the same order."""
 
     @abstractmethod
-    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
-        """Starts to add up, in place, what the replicas of this stage have. All of them call it, in the same order."""
+    def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
+        """Starts to add up, in place, what the replicas of this stage have. All of them call it, in the same order. The
+        sum has the same bits on all replicas; with `owners` only one of them gets it, and what the others are left with
+        means nothing."""
+
+    @abstractmethod
+    def open_sharing(self) -> None:
+        """Makes it possible to share aside. All stages of all replicas call it."""
+
+    @abstractmethod
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
+        """Starts to overwrite every tensor with what its owner among the replicas of this stage has. All of them call
+        it, in the same order. aside: in an order of its own, whatever sums are under way."""
 
     @abstractmethod
     def fail(self, message: str) -> str:
@@ -192,31 +203,48 @@ class AssemblyGathering(Gathering):
         return self.assembly.gather(self.tensor, self.num_stages, waiting)
 
 
-class ReplicaSumming(Summing):
-    def __init__(self, transport: ProcessTransport, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        self._transport = transport
-        self._buckets = [(bucket, _flat(bucket)) for bucket in _buckets(tensors)]
-        self._works = [_present(dist.all_reduce(flat, group=group, async_op=True)) for _, flat in self._buckets]
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together: flat is what does."""
+
+    tensors: list[Tensor]
+    owner: int | None
+    flat: Tensor
+
+    def put_back(self) -> None:
+        if len(self.tensors) > 1 or self.flat.data_ptr() != self.tensors[0].data_ptr():
+            parts = self.flat.split([tensor.numel() for tensor in self.tensors])
+            for tensor, part in zip(self.tensors, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+class ReplicaExchange(Exchange):
+    def __init__(
+        self, transport: ProcessTransport, buckets: Sequence[Bucket], start: Callable[[Bucket], Any], receives: bool
+    ) -> None:
+        """receives: whether the replicas that do not own a bucket are those that get it."""
+        self._transport, self._buckets, self._receives = transport, buckets, receives
+        self._works = [_present(start(bucket)) for bucket in buckets]
 
     def wait(self, waiting: Waiting) -> None:
         for work in self._works:
             self._transport.wait(work, waiting, None)
-        for bucket, flat in self._buckets:
-            if len(bucket) > 1 or flat.data_ptr() != bucket[0].data_ptr():
-                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                    tensor.copy_(part.view_as(tensor))
+        for bucket in self._buckets:
+            if bucket.owner is None or (bucket.owner != self._transport.replica) == self._receives:
+                bucket.put_back()
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Small tensors of a kind share a message; a large one has its own, and is summed where it lies."""
-    buckets: list[list[Tensor]] = []
-    for tensor in tensors:
-        last = buckets[-1] if buckets else None
-        if last and last[0].dtype == tensor.dtype and sum(t.nbytes for t in last) + tensor.nbytes <= _BUCKET_BYTES:
-            last.append(tensor)
-        else:
-            buckets.append([tensor])
-    return buckets
+def _buckets(tensors: Sequence[Tensor], owners: Sequence[int | None]) -> list[Bucket]:
+    """Small tensors of a kind share a message; a large one has its own, and travels from where it lies."""
+    found: list[tuple[int | None, list[Tensor]]] = []
+    latest: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        last = latest.get((owner, tensor.dtype))
+        if last is None or sum(t.nbytes for t in last) + tensor.nbytes > _BUCKET_BYTES:
+            last = latest[owner, tensor.dtype] = []
+            found.append((owner, last))
+        last.append(tensor)
+    return [Bucket(bucket, owner, _flat(bucket)) for owner, bucket in found]
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
@@ -282,6 +310,7 @@ class ProcessTransport(Transport):
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._assembly: Assembly | None = None
         self._replicas: dist.ProcessGroup | None = None
+        self._sharing: dist.ProcessGroup | None = None
         is_local = shared_memory and device.type == "cpu"
         ends: dict[int, Ends] = {}
         if is_local:
@@ -289,10 +318,15 @@ class ProcessTransport(Transport):
         for replica in range(mesh.num_replicas):
             self._open_edges(replica, ends, is_local)
         if mesh.num_replicas > 1:
-            for stage in range(mesh.num_stages):
-                ranks = tuple(mesh.rank(replica, stage) for replica in range(mesh.num_replicas))
-                group = self._new_group(ranks, self._backend)
-                self._replicas = group if stage == self.stage else self._replicas
+            self._replicas = self._group_of_replicas()
+
+    def _group_of_replicas(self) -> dist.ProcessGroup:
+        """This stage's; every process makes those of all stages."""
+        groups = []
+        for stage in range(self.num_stages):
+            ranks = tuple(self._mesh.rank(replica, stage) for replica in range(self.num_replicas))
+            groups.append(self._new_group(ranks, self._backend))
+        return groups[self.stage]
 
     def _store_of(self, replica: int) -> dist.Store:
         return dist.PrefixStore(f"replica {replica}", self.store)
@@ -399,8 +433,27 @@ class ProcessTransport(Transport):
             is_silent = time.monotonic() - started >= self.timeout_seconds
             raise peer_lost(self.stage, peer, self.timeout_seconds if is_silent else None, waiting) from error
 
-    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
-        return ReplicaSumming(self, _present(self._replicas), tensors)
+    def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
+        def start(bucket: Bucket) -> Any:
+            if bucket.owner is None:
+                return dist.all_reduce(bucket.flat, group=self._replicas, async_op=True)
+            owner = self._mesh.rank(bucket.owner, self.stage)
+            return dist.reduce(bucket.flat, owner, group=self._replicas, async_op=True)
+
+        return ReplicaExchange(self, _buckets(tensors, owners or [None] * len(tensors)), start, receives=False)
+
+    def open_sharing(self) -> None:
+        if self._sharing is None:
+            self._sharing = self._group_of_replicas()
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
+        group = _present(self._sharing if aside else self._replicas)
+
+        def start(bucket: Bucket) -> Any:
+            assert bucket.owner is not None
+            return dist.broadcast(bucket.flat, self._mesh.rank(bucket.owner, self.stage), group=group, async_op=True)
+
+        return ReplicaExchange(self, _buckets(tensors, owners), start, receives=True)
 
     def fail(self, message: str) -> str:
         if self.num_replicas > 1:

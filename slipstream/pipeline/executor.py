@@ -24,6 +24,7 @@ from .comm import Transport
 from .link import Message, PeerLost
 from .partition import Tied
 from .reduction import Finished, Reducer, Sums
+from .sharding import gather_masters, share
 from .update import Updater
 from .versions import WeightVersions
 
@@ -115,11 +116,21 @@ class Executor:
         tied: Mapping[str, Tied],
         task: Task,
         device: torch.device,
+        owners: Mapping[str, int] | None = None,
+        reduction_dtype: torch.dtype | None = None,
     ) -> None:
+        """owners: of every parameter, the replica that steps it; None: all do. reduction_dtype: see Reducer."""
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
+        self._owners = owners
         self._reducer = Reducer(
-            transport, [group.name for group in groups], updater.group_of, tied, schedule.global_update
+            transport,
+            [group.name for group in groups],
+            updater.group_of,
+            tied,
+            schedule.global_update,
+            owners,
+            reduction_dtype,
         )
         self._background = ThreadPoolExecutor(
             max_workers=1,
@@ -139,6 +150,7 @@ class Executor:
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
+        self._evaluated: nn.Module | None = None
         self._pending: Pending | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
         self._first_read: dict[int, int] = {}
@@ -243,9 +255,9 @@ class Executor:
         assert self._pending is None, "a batch ended before the update of the one before it"
         gradients = self._versions.take_gradients(version)
         # What is summed with others must be there, though it be nothing.
-        summed = self._versions.masters if self._transport.num_replicas > 1 else self._reducer.tied
-        for name in summed:
-            gradients.setdefault(name, torch.zeros_like(self._versions.masters[name]))
+        parameters = self._versions.parameters(version)
+        for name in parameters if self._transport.num_replicas > 1 else self._reducer.tied:
+            gradients.setdefault(name, torch.zeros_like(parameters[name]))
         finished = Finished(
             gradients,
             self._batch_loss,
@@ -292,6 +304,9 @@ class Executor:
             self._updater.skip()
         else:
             raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
+        if self._owners is not None:
+            waiting = lambda: f"the other replicas' part of the update of step {step}"  # noqa: E731
+            share(self._transport, self._owners, self._versions.next_weights(), waiting)
         return StepReport(
             step=step,
             loss=sums.loss,
@@ -332,9 +347,11 @@ class Executor:
         assert evaluation is not None, f"{action} finds no evaluation set"
         inputs, targets = self._read(action, lambda: evaluation(action.microbatch))
         self.clock.enter(Activity.EVALUATION, action)
-        module = self._versions.master_module()
-        with torch.no_grad(), _evaluating(module):
-            outputs = module(_unpack(inputs))
+        if action.microbatch == 0:
+            self._evaluated = self._module_to_evaluate(action)
+        assert self._evaluated is not None
+        with torch.no_grad(), _evaluating(self._evaluated):
+            outputs = self._evaluated(_unpack(inputs))
             if self._is_last:
                 loss = self._task.loss(outputs, targets) * self._task.evaluation_scale
                 self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
@@ -346,8 +363,19 @@ class Executor:
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None
         self._unevaluated.discard(action.version - 1)
+        self._evaluated = None
         total, self._evaluation_loss = self._evaluation_loss, None
         return EvaluationReport(action.version - 1, None if total is None else total.item())
+
+    def _module_to_evaluate(self, action: Action) -> nn.Module:
+        """One that computes with the masters; they stand still until the evaluation is over."""
+        module = self._versions.master_module()
+        if module is not None:
+            return module
+        dtypes = {name: parameter.dtype for name, parameter in self._versions.parameters(0).items()}
+        waiting = lambda: f"the other replicas' masters for {action}"  # noqa: E731
+        masters = gather_masters(self._transport, self._owners, self._versions, dtypes, waiting, aside=True)
+        return self._versions.with_weights(masters)
 
     # ---- what goes in and out
 

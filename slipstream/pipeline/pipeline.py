@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optim.groups import Group
+from ..optim.groups import Group, assign
 from ..schedule import Schedule, ScheduleError
 from .comm import Transport
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
+from .sharding import assign_owners, gather_masters
 from .update import Updater
 from .versions import WeightVersions
 
@@ -48,9 +49,13 @@ class Pipeline:
     learning_rate      multiplies the optimizer's rate, by the index of the update
     loss_scale         by step, multiplies each microbatch's loss; None: the mean over microbatches
     evaluation         microbatch -> (inputs, targets), `num_evaluations` of them, after every `evaluate_every` steps
-    and
-                       after the last; their losses are averaged unless evaluation_scale says otherwise
+                       and after the last; their losses are averaged unless evaluation_scale says otherwise
     layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
+    dtype              of the working copies of the weights, and with them of what is computed; None: that of the
+                       layers. In a coarser one, masters in the layers' own are kept besides
+    gradient_dtype     that a batch's gradients are added up in; None: that of the working copies
+    reduction_dtype    that the gradients of replicas are added up in; None: that of the gradients
+    shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
     recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
                        the backward
     prepare            called with this stage's layers before anything else, to initialise or move them
@@ -81,6 +86,10 @@ class Pipeline:
         track_alignment: bool = True,
         layers_per_stage: Sequence[int] | None = None,
         layer_costs: Sequence[float] | None = None,
+        dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        reduction_dtype: torch.dtype | None = None,
+        shard_optimizer: bool = False,
         recompute: Collection[str] = (),
         prepare: Callable[[nn.Sequential], None] | None = None,
         device: torch.device | str = "cpu",
@@ -124,11 +133,16 @@ class Pipeline:
         self._copy_tied(module)
         num_versions = self.schedule.num_versions(stage)
         predicts = any(group.error_feedback != 0 for group in groups) and self.schedule.delay(stage) > 0
+        self._owners = self._assign_owners(module, groups) if shard_optimizer and transport.num_replicas > 1 else None
         self.versions = WeightVersions(
             module,
             num_versions,
-            separate_masters=predicts or (track_alignment and num_versions == 2),
+            predicts=predicts,
+            separate_masters=track_alignment and num_versions == 2,
             drifting=self.schedule.name == "paci",
+            dtype=dtype,
+            gradient_dtype=gradient_dtype,
+            owned=None if self._owners is None else [n for n, o in self._owners.items() if o == transport.replica],
         )
         self.updater = Updater(self.versions, groups, self.tied, learning_rate, track_alignment, device)
         self.executor = Executor(
@@ -147,7 +161,20 @@ class Pipeline:
                 skip_non_finite=skip_non_finite,
             ),
             device=device,
+            owners=self._owners,
+            reduction_dtype=reduction_dtype,
         )
+
+    def _assign_owners(self, module: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
+        self.transport.open_sharing()
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        names = {self.tied[name].name if name in self.tied else name: name for name in parameters}
+        elementwise = {
+            names[alias]: group.elementwise
+            for group, members in assign([(alias, parameters[name]) for alias, name in names.items()], groups)
+            for alias, _ in members
+        }
+        return assign_owners(parameters, elementwise, self.tied, self.transport.num_replicas)
 
     @torch.no_grad()
     def _copy_tied(self, module: nn.Module) -> None:
@@ -163,8 +190,13 @@ class Pipeline:
         return self.executor.play(self.schedule.actions(self.transport.stage))
 
     def weights(self) -> dict[str, Tensor]:
-        """This stage's masters by their names in the whole model: what to evaluate, compare and export."""
-        return {name: master.detach() for name, master in self.versions.masters.items()}
+        """This stage's masters by their names in the whole model: what to compare and export. Where replicas share the
+        optimizer, all of them have to ask."""
+        if self._owners is None:
+            return {name: master.detach() for name, master in self.versions.masters.items()}
+        dtypes = self.versions.master_dtypes
+        waiting = lambda: "the other replicas' masters"  # noqa: E731
+        return gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
 
 
 def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:

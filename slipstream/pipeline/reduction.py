@@ -4,6 +4,9 @@ Up to three messages pass, one after the other: gradients and loss, between the 
 tied weights, between the stages that hold a copy; then one short vector from every stage to every stage, with the loss
 and the squared gradient norm of every group. All stages add up the same numbers in the same order, so all of them clip
 alike and all of them see an inf or a nan in the same step.
+
+Where replicas share the optimizer, each gets the gradients of the parameters it owns and no others, and the vector is
+summed over them first.
 """
 
 from __future__ import annotations
@@ -64,30 +67,54 @@ class Reducer:
     """This stage's tied parameters."""
     is_global: bool
     """Sum over all stages; otherwise over this one alone, without a message."""
+    owners: Mapping[str, int] | None = None
+    """Of every parameter, the replica that steps it; None: all do."""
+    dtype: torch.dtype | None = None
+    """That gradients of replicas are summed in; None: that of the gradients."""
 
     def reduce(self, finished: Finished, waiting: Waiting) -> Sums:
         """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
         other stages to get there."""
         stage, num_stages = self.transport.stage, self.transport.num_stages
         if self.transport.num_replicas > 1:
-            losses = [] if finished.loss is None else [finished.loss]
-            gradients = [finished.gradients[name] for name in sorted(finished.gradients)]
-            self.transport.add_replicas([*gradients, *losses]).wait(waiting)
+            self._add_replicas(finished, waiting)
         gathers = [
             (name, self.transport.gather(finished.gradients[name].clone(), tied.stages))
             for name, tied in self.tied.items()
+            if self._is_own(name)
         ]
         for name, gathering in gathers:
             first, *others = gathering.wait(waiting)
             total = finished.gradients[name].copy_(first)
             for other in others:
                 total += other
+        own = self._vector(finished)
+        if self.owners is not None:
+            self.transport.add_replicas([own]).wait(waiting)
         times = torch.tensor([finished.utilisation, *finished.split], dtype=torch.float64)
-        vector = torch.cat([times, _to_host(self._vector(finished))])
+        vector = torch.cat([times, _to_host(own)])
         if not self.is_global:
             return self._add_up([vector], [stage])
         everyone = tuple(range(num_stages))
         return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
+
+    def _is_own(self, name: str) -> bool:
+        return self.owners is None or self.owners[name] == self.transport.replica
+
+    def _add_replicas(self, finished: Finished, waiting: Waiting) -> None:
+        """Leaves the gradients that are to be stepped here."""
+        gradients = finished.gradients
+        names = sorted(gradients)
+        sums = [gradients[name] if self.dtype is None else gradients[name].to(self.dtype) for name in names]
+        if self.owners is None:
+            losses = [] if finished.loss is None else [finished.loss]
+            self.transport.add_replicas([*sums, *losses]).wait(waiting)
+        else:  # the loss is summed with the vector
+            self.transport.add_replicas(sums, [self.owners[name] for name in names]).wait(waiting)
+        for name, total in zip(names, sums, strict=True):
+            gradient = gradients.pop(name)
+            if self._is_own(name):
+                gradients[name] = total.to(gradient.dtype)
 
     def _vector(self, finished: Finished) -> Tensor:
         """[loss, products..., squared norms...]"""

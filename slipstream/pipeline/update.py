@@ -4,11 +4,15 @@
     x      = z[t+1] - lam d u[t]              the working copy, predicted d steps ahead (error feedback)
 
 d is how many updates later than its own the version will be used: 1 for two_bw, 0 for a synchronous step.
+
+Working copies in the masters' dtype hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser
+dtype they cannot: there z[t] is kept for a moment, of a part of the parameters at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +25,24 @@ from .reduction import NUM_PRODUCTS
 from .versions import WeightVersions
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
+
+PART_ELEMENTS = 2**26
+"""Of mixed precision: how much of z[t] is kept at a time, if one parameter is not more. 256 MiB in float32."""
+SAMPLE_ELEMENTS = 2**16
+"""Of mixed precision: how many numbers of each parameter's update are kept to compare the next one with."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one group that are stepped together, by an optimizer of their own."""
+
+    index: int
+    """Of the group."""
+    group: Group
+    names: list[str]
+    masters: list[nn.Parameter]
+    optimizer: Optimizer
+    base_rates: list[float]
 
 
 class Updater:
@@ -35,68 +57,112 @@ class Updater:
     ) -> None:
         """learning_rate: multiplies every optimizer's own rate, by the index of the update."""
         self._versions, self._learning_rate = versions, learning_rate
-        aliases = {tied[name].name if name in tied else name: name for name in versions.masters}
-        assigned = assign([(alias, versions.masters[name]) for alias, name in aliases.items()], groups)
-        self._groups = [(group, [(aliases[alias], p) for alias, p in members]) for group, members in assigned]
-        self.group_of = {name: i for i, (_, members) in enumerate(self._groups) for name, _ in members}
-        self.optimizers: list[Optimizer | None] = [
-            group.optimizer([p for _, p in members]) if members else None for group, members in self._groups
-        ]
-        self._base_rates = [
-            [param_group["lr"] for param_group in optimizer.param_groups] if optimizer else []
-            for optimizer in self.optimizers
+        aliases = {tied[name].name if name in tied else name: name for name in versions.parameters(0)}
+        named = [(alias, versions.parameters(0)[name]) for alias, name in aliases.items()]
+        members = {
+            index: [aliases[alias] for alias, _ in assigned]
+            for index, (_, assigned) in enumerate(assign(named, groups))
+        }
+        self.group_of = {name: index for index, names in members.items() for name in names}
+        """Of all parameters, owned or not."""
+        self._parts = [
+            self._part(index, group, names)
+            for index, group in enumerate(groups)
+            for names in self._partition(group, [name for name in members[index] if name in versions.masters])
         ]
         self._track_alignment = track_alignment and versions.separate_masters
         self._last_coefficients: list[float | None] = [None] * len(groups)
+        self._last_samples: dict[str, Tensor] = {}
         self.products = torch.zeros(len(groups), NUM_PRODUCTS, dtype=torch.float64, device=device)
 
+    def _partition(self, group: Group, names: list[str]) -> Iterator[list[str]]:
+        """All together, unless z[t] has to be kept. Then like shapes side by side, for optimizers that stack them."""
+        if not self._versions.is_mixed or group.error_feedback == 0:
+            yield from ([names] if names else [])
+            return
+        masters = self._versions.masters
+        part: list[str] = []
+        for name in sorted(names, key=lambda name: tuple(masters[name].shape)):
+            if part and sum(masters[other].numel() for other in part) + masters[name].numel() > PART_ELEMENTS:
+                yield part
+                part = []
+            part.append(name)
+        yield from ([part] if part else [])
+
+    def _part(self, index: int, group: Group, names: list[str]) -> Part:
+        masters = [self._versions.masters[name] for name in names]
+        optimizer = group.optimizer(masters)
+        rates = [param_group["lr"] for param_group in optimizer.param_groups]
+        return Part(index, group, names, masters, optimizer, rates)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [part.optimizer for part in self._parts]
+
     def learning_rates(self, step: int) -> dict[str, float]:
-        """By group, where the stage holds any of its parameters."""
-        return {
-            group.name: rates[0] * self._learning_rate(step)
-            for (group, _), rates in zip(self._groups, self._base_rates, strict=True)
-            if rates
-        }
+        """By group, where the stage has masters of any of its parameters."""
+        return {part.group.name: part.base_rates[0] * self._learning_rate(step) for part in self._parts}
 
     @torch.no_grad()
-    def apply(self, step: int, gradients: Mapping[str, Tensor], scales: Sequence[float], horizon: int) -> None:
+    def apply(self, step: int, gradients: dict[str, Tensor], scales: Sequence[float], horizon: int) -> None:
         """Makes the next version, which whoever keeps the versions then declares the newest. scales: what clipping
-        leaves of every group's gradient."""
+        leaves of every group's gradient. The gradients are used up."""
         target = self._versions.open_next()
-        self.products = torch.zeros_like(self.products)
-        for index, (group, members) in enumerate(self._groups):
-            optimizer = self.optimizers[index]
-            if optimizer is None:
-                continue
-            for param_group, base in zip(optimizer.param_groups, self._base_rates[index], strict=True):
+        products = torch.zeros_like(self.products)
+        for part in self._parts:
+            for param_group, base in zip(part.optimizer.param_groups, part.base_rates, strict=True):
                 param_group["lr"] = base * self._learning_rate(step)
-            decay = 1 - optimizer.param_groups[0]["lr"] * group.weight_decay
-            coefficient = group.error_feedback * horizon
-            masters = [master for _, master in members]
-            working = [target[name] for name, _ in members]
-
-            for name, master in members:
-                if scales[index] != 1 and name in gradients:
-                    gradients[name].mul_(scales[index])
-                master.grad = gradients.get(name)
+            decay = 1 - part.optimizer.param_groups[0]["lr"] * part.group.weight_decay
+            for name, master in zip(part.names, part.masters, strict=True):
+                gradient = gradients.pop(name, None)
+                if gradient is not None and scales[part.index] != 1:
+                    gradient.mul_(scales[part.index])
+                master.grad = None if gradient is None else gradient.to(master.dtype)
                 if decay != 1:
                     master.mul_(decay)
-            if self._versions.separate_masters and coefficient != 0:
-                for copy, master in zip(working, masters, strict=True):
-                    copy.copy_(master)
-            with torch.enable_grad():
-                optimizer.step()
-            if self._versions.separate_masters:
-                if self._track_alignment:
-                    self.products[index] = self._products(index, members, target, coefficient, decay)
-                if coefficient != 0:
-                    predict(working, masters, coefficient)
-                else:
-                    for copy, master in zip(working, masters, strict=True):
-                        copy.copy_(master)
-            self._last_coefficients[index] = coefficient
-            for master in masters:
+            coefficient = part.group.error_feedback * horizon
+            working = [target[name] for name in part.names]
+            step_part = self._step_mixed if self._versions.is_mixed else self._step
+            products[part.index] += step_part(part, working, coefficient, decay)
+            for master in part.masters:
                 master.grad = None
+        self.products = products
+        for part in self._parts:
+            self._last_coefficients[part.index] = part.group.error_feedback * horizon
+
+    def _step(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
+        """With working copies in the masters' dtype. Returns the products of this update and the one before."""
+        if self._versions.separate_masters and coefficient != 0:
+            for copy, master in zip(working, part.masters, strict=True):
+                copy.copy_(master)
+        with torch.enable_grad():
+            part.optimizer.step()
+        products = torch.zeros_like(self.products[part.index])
+        if self._versions.separate_masters:
+            if self._track_alignment:
+                products = self._products(part, working, coefficient, decay)
+            if coefficient != 0:
+                predict(working, part.masters, coefficient)
+            else:
+                for copy, master in zip(working, part.masters, strict=True):
+                    copy.copy_(master)
+        return products
+
+    def _step_mixed(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
+        """With working copies in a coarser dtype, which cannot hold z[t]."""
+        samples = {
+            name: _sample(master).clone()
+            for name, master in zip(part.names, part.masters, strict=True)
+            if self._track_alignment
+        }
+        ahead: Sequence[Tensor] = part.masters if coefficient == 0 else [master.clone() for master in part.masters]
+        with torch.enable_grad():
+            part.optimizer.step()
+        if coefficient != 0:
+            predict(ahead, part.masters, coefficient)
+        for copy, weights in zip(working, ahead, strict=True):
+            copy.copy_(weights)
+        return self._sampled_products(part, samples)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -107,28 +173,39 @@ class Updater:
                 target[name].copy_(master)
         self.products = torch.zeros_like(self.products)
         self._last_coefficients = [None] * len(self._last_coefficients)
+        self._last_samples.clear()
 
-    def _products(
-        self,
-        index: int,
-        members: Sequence[tuple[str, nn.Parameter]],
-        target: Mapping[str, nn.Parameter],
-        coefficient: float,
-        decay: float,
-    ) -> Tensor:
+    def _products(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
         """Inner products of this update and the one before, from the copies at hand: no update is ever stored.
 
-        With prediction the target holds z[t] and the newest working copy is z[t] minus a multiple of u[t-1]. Without,
-        the newest working copy is z[t] and the target, about to be overwritten, is z[t-1].
+        With prediction the working copy holds z[t] and the newest one is z[t] minus a multiple of u[t-1]. Without, the
+        newest is z[t] and the working copy, about to be overwritten, is z[t-1].
         """
-        newest = self._versions.parameters(self._versions.newest)
-        last = self._last_coefficients[index]
+        newest = [self._versions.parameters(self._versions.newest)[name] for name in part.names]
+        last = self._last_coefficients[part.index]
         if coefficient != 0 and last:
-            current: Pairs = ((target[name], master) for name, master in members)
-            previous: Pairs = ((target[name] / decay, newest[name]) for name, _ in members)
+            current: Pairs = zip(working, part.masters, strict=True)
+            previous: Pairs = ((before / decay, ahead) for before, ahead in zip(working, newest, strict=True))
             return update_products(current, previous, previous_scale=1 / last)
         if coefficient == 0 and last == 0 and self._versions.num_versions == 2:
-            current = ((newest[name] * decay, master) for name, master in members)
-            previous = ((target[name], newest[name]) for name, _ in members)
+            current = ((before * decay, master) for before, master in zip(newest, part.masters, strict=True))
+            previous = zip(working, newest, strict=True)
             return update_products(current, previous)
-        return torch.zeros_like(self.products[index])
+        return torch.zeros_like(self.products[part.index])
+
+    def _sampled_products(self, part: Part, samples: Mapping[str, Tensor]) -> Tensor:
+        """The same from a sample of every parameter, which a coarse working copy does not spare us keeping."""
+        total = torch.zeros_like(self.products[part.index])
+        for name, before in samples.items():
+            master = self._versions.masters[name]
+            update = before - _sample(master)
+            if name in self._last_samples:
+                u, v = update.double(), self._last_samples[name].double()
+                total += torch.stack([u.dot(v), u.dot(u), v.dot(v)]) * (master.numel() / update.numel())
+            self._last_samples[name] = update
+        return total
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Evenly spaced numbers of it, in a view."""
+    return parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLE_ELEMENTS)]

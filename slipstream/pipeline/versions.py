@@ -5,45 +5,88 @@ shared. A microbatch runs forward and backward in one replica, so no weight is c
 microbatch; and writing into a replica whose graph is still alive makes autograd raise instead of returning a wrong
 gradient.
 
-The masters (z in docs/method.md) are the weights the optimizer steps. Three arrangements, by what the schedule needs:
+The masters (z in docs/method.md) are the weights the optimizer steps. By what schedule and precision need:
 
     one version            the masters are the replica's own parameters
     several, no prediction the masters move to the slot of the version being written: n copies in all
-    several, prediction    the masters are a replica of their own, n + 1 copies: the working copies run ahead of them
+    several, prediction    the masters are a copy of their own, n + 1 in all: the working copies run ahead of them
+    working copies in a    the masters are a copy of their own, whatever the schedule: in them, a small update is not
+    coarser dtype          lost. Prediction then adds nothing
+
+Where the replicas of a pipeline share the optimizer (ZeRO-1), a stage has masters only of the parameters it owns.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
 
 class WeightVersions:
     def __init__(
-        self, module: nn.Module, num_versions: int, separate_masters: bool = False, drifting: bool = False
+        self,
+        module: nn.Module,
+        num_versions: int,
+        predicts: bool = False,
+        separate_masters: bool = False,
+        drifting: bool = False,
+        dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        owned: Collection[str] | None = None,
     ) -> None:
-        """drifting: the only version is overwritten while microbatches are in flight, and their backwards read the
-        new weights (PACI). The masters then write through aliases that autograd does not watch."""
+        """predicts: working copies run ahead of the masters, so that those have to be kept apart.
+        separate_masters: keep them apart anyway, for whoever compares two updates.
+        drifting: the only version is overwritten while microbatches are in flight, and their backwards read the
+        new weights (PACI). The masters then write through aliases that autograd does not watch.
+        dtype: of the working copies, and gradient_dtype of what a batch's gradients are added up in; None: that of the
+        module's parameters, and of the working copies. owned: names of the parameters to have masters of; None: all."""
+        trainable = _trainable(module)
+        names = [name for name in trainable if owned is None or name in owned]
+        self.is_mixed = dtype is not None and any(p.dtype != dtype for p in trainable.values())
+        self.is_partial = len(names) < len(trainable)
+        self.separate_masters = self.is_mixed or ((predicts or separate_masters) and num_versions > 1)
+        self.master_dtypes = {name: p.dtype for name, p in trainable.items()}
+        """Of all parameters, owned or not."""
+        self.newest = 0
+        self._predicts, self._drifting = predicts and num_versions > 1, drifting
+        masters: dict[str, nn.Parameter] = {}
+        if self.is_mixed:
+            masters = {name: nn.Parameter(trainable[name].detach().clone()) for name in names}
+            for parameter in trainable.values():
+                parameter.data = parameter.data.to(dtype)
         shared = {id(t): t for t in chain(module.buffers(), module.parameters()) if not t.requires_grad}
 
         def replicate() -> nn.Module:
             return copy.deepcopy(module, dict(shared))
 
-        self.newest = 0
-        self.separate_masters = separate_masters and num_versions > 1
         self._slots = [module, *(replicate() for _ in range(num_versions - 1))]
         self._parameters = [_trainable(slot) for slot in self._slots]
-        self._master_module = replicate() if self.separate_masters else None
-        if self._master_module is not None:
-            self.masters = _trainable(self._master_module)
-        elif num_versions == 1 and not drifting:
-            self.masters = self._parameters[0]
-        else:
-            self.masters = {name: nn.Parameter(p.data) for name, p in self._parameters[0].items()}
+        self._master_module = None
+        if self.separate_masters and not self.is_mixed and not self.is_partial:
+            self._master_module = replicate()
+            masters = _trainable(self._master_module)
+        elif self.separate_masters and not self.is_mixed:
+            masters = {name: nn.Parameter(trainable[name].detach().clone()) for name in names}
+        elif not self.is_mixed and (num_versions > 1 or drifting):
+            masters = {name: nn.Parameter(self._parameters[0][name].data) for name in names}
+        elif not self.is_mixed:
+            masters = {name: self._parameters[0][name] for name in names}
+        self.masters = masters
+        self._summed: list[dict[str, Tensor]] = [{} for _ in self._slots]
+        """By slot: gradients that are added up in another dtype than their parameter's."""
+        if gradient_dtype is not None:
+            for sums, parameters in zip(self._summed, self._parameters, strict=True):
+                for name, parameter in parameters.items():
+                    if parameter.dtype != gradient_dtype:
+                        hook = partial(_add_to, sums, name, gradient_dtype)
+                        parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def num_versions(self) -> int:
@@ -57,36 +100,69 @@ class WeightVersions:
     def parameters(self, version: int) -> Mapping[str, nn.Parameter]:
         return self._parameters[version % self.num_versions]
 
-    def master_module(self) -> nn.Module:
-        """The module that computes with the masters: what is evaluated and exported."""
-        return self._master_module or self._slots[self.newest % self.num_versions]
+    def master_module(self) -> nn.Module | None:
+        """The module that computes with the masters, rounded to the dtype of the working copies: what is evaluated.
+        None: there is none, and `with_weights` has to be given them."""
+        return self._master_module if self._predicts else self._slots[self.newest % self.num_versions]
 
-    def take_gradients(self, version: int) -> dict[str, torch.Tensor]:
+    def with_weights(self, weights: Mapping[str, Tensor]) -> nn.Module:
+        """The stage's module with other weights than its versions have."""
+        return _WithWeights(self._slots[self.newest % self.num_versions], weights)
+
+    def take_gradients(self, version: int) -> dict[str, Tensor]:
         """Hands over the gradient accumulated in a version, so that the next batch there starts from nothing."""
-        gradients = {name: p.grad for name, p in self.parameters(version).items() if p.grad is not None}
-        for parameter in self.parameters(version).values():
+        slot = version % self.num_versions
+        gradients = {name: p.grad for name, p in self._parameters[slot].items() if p.grad is not None}
+        for parameter in self._parameters[slot].values():
             parameter.grad = None
+        gradients |= self._summed[slot]
+        self._summed[slot].clear()
         return gradients
 
-    def open_next(self) -> Mapping[str, nn.Parameter]:
-        """Begins the version after the newest, in the slot that retires, and returns that slot's parameters.
+    def open_next(self) -> dict[str, Tensor]:
+        """Begins the version after the newest, in the slot that retires, and returns its weights to be written.
 
         Where the masters live in the slots, they move there first."""
-        target = self.parameters(self.newest + 1)
+        target = self.next_weights()
         if self.num_versions > 1 and not self.separate_masters:
-            self._copy(self.parameters(self.newest), target)
+            newest = self.parameters(self.newest)
             for name, master in self.masters.items():
+                _copy(newest[name], target[name])
                 master.data = target[name].data
         return target
+
+    def next_weights(self) -> dict[str, Tensor]:
+        """Of the version that is being written. One that drifts is written while graphs that hold it are alive, so
+        autograd must not see it."""
+        return {name: p.data if self._drifting else p for name, p in self.parameters(self.newest + 1).items()}
 
     def close_next(self) -> None:
         self.newest += 1
 
-    @staticmethod
-    @torch.no_grad()
-    def _copy(source: Mapping[str, nn.Parameter], target: Mapping[str, nn.Parameter]) -> None:
-        for name, parameter in target.items():
-            parameter.copy_(source[name])
+
+class _WithWeights(nn.Module):
+    def __init__(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._module, self._weights = module, dict(weights)
+
+    def forward(self, inputs: Any) -> Any:
+        return functional_call(self._module, self._weights, (inputs,))
+
+
+@torch.no_grad()
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+@torch.no_grad()
+def _add_to(sums: dict[str, Tensor], name: str, dtype: torch.dtype, parameter: Tensor) -> None:
+    """Moves what a backward left in `grad`."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    if name in sums:
+        sums[name] += gradient
+    else:
+        sums[name] = gradient.to(dtype)
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:

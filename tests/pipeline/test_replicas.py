@@ -14,6 +14,8 @@ from torch import Tensor
 from slipstream import Group, Pipeline, StepReport, launch
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline.comm import Mesh, Transport
+from slipstream.pipeline.partition import Tied
+from slipstream.pipeline.sharding import assign_owners
 from slipstream.schedule import Schedule
 
 NUM_STEPS = 22
@@ -70,6 +72,7 @@ def follow_the_oracle(
         layers_per_stage=sizes,
         **options,
     )
+    options.pop("shard_optimizer", None)
     schedule = Schedule(options.pop("schedule", "two_bw"), num_stages, num_microbatches, NUM_STEPS)
     expected, losses = run_reference(
         task,
@@ -77,7 +80,9 @@ def follow_the_oracle(
         num_microbatches=num_microbatches * num_replicas,
         num_steps=NUM_STEPS,
         delays=[schedule.delay(stage) for stage in range(num_stages)],
-        drift_warmups=[num_stages - 1 - stage for stage in range(num_stages)] if schedule.name == "paci" else None,
+        drift_warmups=[num_replicas * (num_stages - 1 - stage) for stage in range(num_stages)]
+        if schedule.name == "paci"
+        else None,
         layers_per_stage=sizes,
         **options,
     )
@@ -111,8 +116,9 @@ def test_replicas_with_tied_weights_follow_the_oracle(schedule):
     follow_the_oracle(language_model(tied=True), 2, 2, 2, {}, schedule=schedule)
 
 
-def test_replicas_of_pipedream_follow_the_oracle():
-    follow_the_oracle(network(), 3, 2, 3, {}, schedule="pipedream")
+@pytest.mark.parametrize("schedule", ["pipedream", "paci"])
+def test_replicas_of_other_schedules_follow_the_oracle(schedule):
+    follow_the_oracle(network(), 3, 2, 3, {}, schedule=schedule)
 
 
 def test_replicas_with_a_synchronous_start_follow_the_oracle():
@@ -122,9 +128,94 @@ def test_replicas_with_a_synchronous_start_follow_the_oracle():
 @forks
 @pytest.mark.parametrize("placement", ["pipeline", "replica"])
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_replicas_in_processes_follow_the_oracle(placement, shared_memory):
+@pytest.mark.parametrize("sharded", [True, False])
+def test_replicas_in_processes_follow_the_oracle(placement, shared_memory, sharded):
     launching = {"threads": False, "placement": placement, "shared_memory": shared_memory}
-    follow_the_oracle(language_model(tied=True), 2, 2, 2, launching)
+    follow_the_oracle(language_model(tied=True), 2, 2, 2, launching, shard_optimizer=sharded)
+
+
+# ---- replicas that share the optimizer
+
+
+@pytest.mark.parametrize("schedule", ["two_bw", "one_f_one_b", "gpipe", "pipedream", "paci"])
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 2), (2, 2), (2, 3)])
+def test_replicas_that_share_the_optimizer_follow_the_oracle(schedule, num_stages, num_replicas):
+    follow_the_oracle(network(), num_stages, num_replicas, 3, {}, schedule=schedule, shard_optimizer=True)
+
+
+def test_tied_weights_are_stepped_alike_where_replicas_share_the_optimizer():
+    follow_the_oracle(language_model(tied=True), 2, 3, 2, {}, shard_optimizer=True, sync_start_steps=5)
+
+
+def test_evaluations_see_the_masters_of_all_owners():
+    """With error feedback the working copies are ahead of them."""
+    task = language_model(tied=False)
+
+    def run(**options: Any) -> list[list[float | None]]:
+        def worker(transport: Transport) -> list[float | None]:
+            pipeline = Pipeline(
+                transport,
+                copy.deepcopy(task.model),
+                data=task.data,
+                loss=task.loss,
+                optimizer=groups(),
+                num_microbatches=2,
+                num_steps=9,
+                evaluation=lambda microbatch: task.data(10**6, microbatch),
+                num_evaluations=3,
+                evaluate_every=2,
+                **options,
+            )
+            return [report.loss for report in pipeline.run() if not isinstance(report, StepReport)]
+
+        return launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+
+    alone, shared = run(), run(shard_optimizer=True)
+    assert len(alone[1]) == 5 and alone[1] == alone[3]
+    for losses in (shared[1], shared[3]):
+        assert losses == pytest.approx(alone[1], rel=1e-12)
+
+
+def test_a_replica_keeps_masters_and_state_of_what_it_owns_alone():
+    task = language_model(tied=False)
+
+    def run(sharded: bool) -> list[tuple[int, int]]:
+        def worker(transport: Transport) -> tuple[int, int]:
+            pipeline = Pipeline(
+                transport,
+                copy.deepcopy(task.model),
+                data=task.data,
+                loss=task.loss,
+                optimizer=groups(),
+                num_microbatches=2,
+                num_steps=3,
+                shard_optimizer=sharded,
+            )
+            list(pipeline.run())
+            masters = sum(master.numel() for master in pipeline.versions.masters.values())
+            states = [s for optimizer in pipeline.updater.optimizers for s in optimizer.state.values()]
+            return masters, sum(t.numel() for state in states for t in state.values() if isinstance(t, Tensor))
+
+        return launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+
+    whole, shared = run(sharded=False), run(sharded=True)
+    for stage in (0, 1):
+        for kind in (0, 1):
+            parts = [shared[rank][kind] for rank in (stage, 2 + stage)]
+            assert sum(parts) == whole[stage][kind]
+            assert max(parts) < 0.62 * whole[stage][kind]
+
+
+def test_owners_are_balanced_by_cost_and_the_same_whoever_asks():
+    sizes = [(64, 64), (64, 32), (7,), (64,), (256, 8), (3, 16, 16), (64, 64), (64, 64)]
+    parameters = {f"p{i}": torch.empty(*shape, device="meta") for i, shape in enumerate(sizes)}
+    elementwise = {name: p.ndim == 1 for name, p in parameters.items()}
+    tied = {"p4": Tied("p4", (0, 1))}
+    owners = assign_owners(parameters, elementwise, tied, 3)
+    assert owners == assign_owners(dict(reversed(parameters.items())), elementwise, tied, 3)
+    assert owners["p4"] == 0 and set(owners) == set(parameters)
+    numels = [sum(p.numel() for name, p in parameters.items() if owners[name] == replica) for replica in range(3)]
+    assert max(numels) < 1.5 * min(numels)
 
 
 @forks
@@ -140,8 +231,9 @@ def test_a_replica_that_fails_is_named():
         run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": False}, num_microbatches=2, num_steps=6)
 
 
+@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
-def test_a_nan_that_one_replica_sees_stops_them_all(threads):
+def test_a_nan_that_one_replica_sees_stops_them_all(threads, sharded):
     task = network()
 
     def data(step: int, microbatch: int) -> Any:
@@ -149,4 +241,5 @@ def test_a_nan_that_one_replica_sees_stops_them_all(threads):
         return (inputs * float("nan") if (step, microbatch) == (3, 1) else inputs), targets
 
     with pytest.raises(RuntimeError, match=r"step 3 stops the run: the "):
-        run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": threads}, num_microbatches=2, num_steps=6)
+        options = {"num_microbatches": 2, "num_steps": 6, "shard_optimizer": sharded}
+        run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": threads}, **options)

@@ -42,7 +42,7 @@ def test_versions_that_are_gone_or_to_come_are_refused():
 def test_frozen_parameters_and_buffers_are_shared_by_all_versions():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     module[0].bias.requires_grad_(False)
-    versions = WeightVersions(module, num_versions=2, separate_masters=True)
+    versions = WeightVersions(module, num_versions=2, predicts=True)
     first, second, master = versions.module(0), versions._slots[1], versions.master_module()
     assert first[0].bias is second[0].bias is master[0].bias
     assert first[1].running_mean is second[1].running_mean is master[1].running_mean
@@ -53,6 +53,6 @@ def test_frozen_parameters_and_buffers_are_shared_by_all_versions():
 def test_a_weight_tied_within_a_stage_stays_tied_in_every_version():
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
-    versions = WeightVersions(module, num_versions=2, separate_masters=True)
+    versions = WeightVersions(module, num_versions=2, predicts=True)
     for replica in (*versions._slots, versions.master_module()):
         assert replica[0].weight is replica[1].weight

@@ -1,0 +1,192 @@
+"""Working copies in a coarser dtype than the masters: against the oracle, and byte by byte."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
+from torch import Tensor
+
+from slipstream import Group, Pipeline, launch
+from slipstream.optim import muon_and_adamw
+from slipstream.pipeline import update
+from slipstream.pipeline.comm import Transport
+
+NUM_STEPS = 22
+
+
+def groups(lam: float = 1.0) -> list[Group]:
+    return muon_and_adamw(
+        muon_lr=0.02, adamw_lr=0.01, muon_ns_dtype=torch.float64, weight_decay=0.1, error_feedback=lam, clip_norm=0.05
+    )
+
+
+def coarse(task: Task, dtype: torch.dtype) -> Task:
+    """With inputs that the working copies can be multiplied with."""
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = task.data(step, microbatch)
+        return (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
+
+    return Task(task.model, data, lambda outputs, targets: task.loss(outputs.float(), targets))
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float64, None])
+@pytest.mark.parametrize(("stages", "schedule", "lam"), [
+    (1, "two_bw", 1.0),
+    (2, "two_bw", 0.0),
+    (3, "two_bw", 0.5),
+    (2, "one_f_one_b", 1.0),
+    (3, "pipedream", 1.0),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_coarse_working_copies_follow_the_oracle(dtype, stages, schedule, lam, gradient_dtype):
+    """float64 masters, so that what is left is the order of sums. Rounding is a step: a last digit that differs in a
+    master can move a working copy by a whole one of its own, but does so rarely."""
+    task = coarse(language_model(tied=False), dtype)
+    shared: dict[str, Any] = {
+        "num_microbatches": 3,
+        "num_steps": NUM_STEPS,
+        "layers_per_stage": even_cut(task, stages),
+        "dtype": dtype,
+        "gradient_dtype": gradient_dtype,
+    }
+    delays = {"two_bw": [1] * stages, "one_f_one_b": [0] * stages, "pipedream": list(range(stages))[::-1]}[schedule]
+    expected, losses = run_reference(task, groups(lam), delays=delays, **shared)
+    outcome = run_pipeline(task, stages, groups(lam), schedule=schedule, **shared)
+    assert all(weight.dtype == torch.float64 for weight in outcome.weights.values())
+    assert largest_difference(outcome.weights, expected) <= 1e-9
+    assert [report.loss for report in outcome.reports[-1]] == pytest.approx(losses, rel=1e-6)
+
+
+def test_parts_of_a_group_are_stepped_as_the_whole_is(monkeypatch):
+    task = coarse(network(), torch.float32)
+    options: dict[str, Any] = {"num_microbatches": 2, "num_steps": NUM_STEPS, "dtype": torch.float32}
+    whole = run_pipeline(task, 2, groups(), **options)
+    monkeypatch.setattr(update, "PART_ELEMENTS", 150)  # of matrices with 144
+    parts = run_pipeline(task, 2, groups(), **options)
+    assert all(torch.equal(parts.weights[name], weight) for name, weight in whole.weights.items())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
+@pytest.mark.parametrize(("tied", "tolerance"), [(False, 1e-9), (True, 1e-5)])
+def test_replicas_with_coarse_working_copies_agree(tied, tolerance, threads, sharded):
+    """To the bit, and whoever owns the optimizer. Of a tied weight the oracle adds up embedding and head of every
+    microbatch in float32, the stages only those of the batch, in float64."""
+    task = coarse(language_model(tied=tied), torch.float32)
+
+    def worker(transport: Transport) -> tuple[dict[str, Tensor], list[float | None]]:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=groups(),
+            num_microbatches=2,
+            num_steps=NUM_STEPS,
+            dtype=torch.float32,
+            gradient_dtype=torch.float64,
+            reduction_dtype=torch.float64,
+            shard_optimizer=sharded,
+            evaluation=lambda microbatch: task.data(10**6, microbatch),
+            num_evaluations=2,
+            evaluate_every=5,
+        )
+        losses = [report.loss for report in pipeline.run()]
+        return {name: weight.clone() for name, weight in pipeline.weights().items()}, losses
+
+    ranks = launch(worker, 2, num_replicas=2, threads=threads, timeout_seconds=20.0, start_method="fork")
+    options: dict[str, Any] = {"num_microbatches": 4, "num_steps": NUM_STEPS, "layers_per_stage": even_cut(task, 2)}
+    expected, _ = run_reference(
+        task, groups(), delays=[1, 1], dtype=torch.float32, gradient_dtype=torch.float64, **options
+    )
+    for replica in (0, 1):
+        weights = {k: v for stage in (0, 1) for k, v in ranks[2 * replica + stage][0].items()}
+        assert largest_difference(weights, expected) <= tolerance
+    for stage in (0, 1):
+        assert all(torch.equal(ranks[2 + stage][0][name], weight) for name, weight in ranks[stage][0].items())
+        assert ranks[2 + stage][1] == ranks[stage][1]
+
+
+def test_an_evaluation_sees_the_masters_rounded():
+    task = coarse(language_model(tied=False), torch.bfloat16)
+    seen: list[float] = []
+
+    def worker(transport: Transport) -> tuple[dict[str, Tensor], float | None]:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=groups(),
+            num_microbatches=2,
+            num_steps=4,
+            dtype=torch.bfloat16,
+            evaluation=lambda microbatch: task.data(10**6, microbatch),
+            num_evaluations=1,
+        )
+        *_, evaluation = pipeline.run()
+        return {name: weight.clone() for name, weight in pipeline.weights().items()}, evaluation.loss
+
+    (first, _), (second, loss) = launch(worker, 2, threads=True)
+    model = copy.deepcopy(task.model)
+    model.load_state_dict({**first, **second}, strict=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    inputs, targets = task.data(10**6, 0)
+    with torch.no_grad():
+        seen.append(float(task.loss(model(inputs), targets)))
+    assert loss == pytest.approx(seen[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("lam", [0.0, 1.0])
+def test_error_feedback_adds_no_byte_to_mixed_precision(lam):
+    """Two working copies of two bytes and a master of four, whether they are predicted or not."""
+    task = coarse(language_model(tied=False), torch.bfloat16)
+    task.model.float()
+
+    def worker(transport: Transport) -> tuple[int, int, int]:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=muon_and_adamw(muon_lr=0.02, adamw_lr=0.01, error_feedback=lam),
+            num_microbatches=2,
+            num_steps=4,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.float32,
+            track_alignment=False,
+        )
+        list(pipeline.run())
+        versions = pipeline.versions
+        kept = [*versions.parameters(0).values(), *versions.parameters(1).values(), *versions.masters.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        states = [s for optimizer in pipeline.updater.optimizers for s in optimizer.state.values()]
+        state = sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor))
+        numel = sum(p.numel() for p in versions.parameters(0).values())
+        return sum(storages.values()), state, numel
+
+    for kept, state, numel in launch(worker, 2, threads=True):
+        assert kept == (2 + 2 + 4) * numel
+        assert state <= 2 * 4 * numel
+
+
+def test_the_cosine_of_updates_is_known_from_a_sample(monkeypatch):
+    """As it is where the copies tell it, and nearly so from a few numbers of each parameter."""
+    task = network(width=48)
+    options: dict[str, Any] = {"num_microbatches": 2, "num_steps": NUM_STEPS}
+    exact = run_pipeline(task, 2, groups(), **options)
+    mixed = coarse(task, torch.float32)
+    sampled = run_pipeline(mixed, 2, groups(), dtype=torch.float32, gradient_dtype=torch.float64, **options)
+    monkeypatch.setattr(update, "SAMPLE_ELEMENTS", 256)
+    few = run_pipeline(mixed, 2, groups(), dtype=torch.float32, gradient_dtype=torch.float64, **options)
+    for name in ("matrices", "rest"):
+        cosines = [[report.alignments[name].cosine for report in run.reports[0][4:]] for run in (exact, sampled, few)]
+        assert cosines[1] == pytest.approx(cosines[0], abs=1e-3)
+        assert cosines[2] == pytest.approx(cosines[0], abs=0.2)
+        assert name == "rest" or cosines[2] != cosines[1]  # the rest are biases, which are no more than a sample
