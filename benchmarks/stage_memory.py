@@ -29,7 +29,7 @@ from slipstream.loss import decoder_and_loss
 from slipstream.model import initialise, layer_costs
 from slipstream.parts import parameter_groups, recomputed_layers
 from slipstream.pipeline import partition
-from slipstream.pipeline.comm import Gathering, Summing, Transport
+from slipstream.pipeline.comm import Exchange, Gathering, Transport
 from slipstream.pipeline.link import Link, Message, Waiting
 from slipstream.plan.live import LiveBytes
 from slipstream.plan.memory import MemoryModel, Stage, StageMemory
@@ -80,7 +80,13 @@ class Alone(Transport):
             self._live.watch().__enter__()  # for as long as the thread lives
         return AloneGathering(self, tensor, len(stages))
 
-    def add_replicas(self, tensors: Sequence[Tensor]) -> Summing:
+    def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
+        raise NotImplementedError("a stage alone has no replicas")
+
+    def open_sharing(self) -> None:
+        raise NotImplementedError("a stage alone has no replicas")
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
         raise NotImplementedError("a stage alone has no replicas")
 
     def fail(self, message: str) -> str:

@@ -86,6 +86,9 @@ class PipelineSection:
     """What slipstream profile wrote: the layers' measured costs, to balance the stages by; empty: by their FLOPs."""
     transport: Literal["process", "thread"] = "process"
     """Stages as processes, or as threads of one process (several stages on one GPU)."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """Between processes: NCCL between GPUs and gloo between CPUs; or gloo between GPUs too, through the hosts' memory,
+    which lets several stages have one GPU."""
     shared_memory: bool = True
     """Processes of one machine exchange activations in shared memory, on CPUs; false: by gloo, as between machines."""
     timeout_seconds: float = 300.0
@@ -127,6 +130,9 @@ class OptimizerSection:
     """Decoupled, times the learning rate; never extrapolated by error feedback."""
     clip_norm: float = 1.0
     """Every parameter group's gradient is scaled down to this norm, taken over all stages; 0: no clipping."""
+    sharded: bool = False
+    """The replicas of a stage share its optimizer: each keeps weights and state of a part of the parameters, steps them,
+    and hands them to the others (ZeRO-1)."""
     error_feedback: float = 1.0
     """lam: how much of the one-step prediction to apply; 0 is plain delay. No effect while synchronous."""
     schedule: str = "cosine"
@@ -150,7 +156,13 @@ class TrainSection:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages compute; every stage that is a process wants a GPU of its own."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Of weights and activations."""
+    """Of the weights that the optimizer steps, and of its state."""
+    compute_dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Of the working copies of the weights, of activations and messages. None: train.dtype."""
+    gradient_dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """That the gradients of a step's microbatches are added up in. None: train.dtype."""
+    reduction_dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """That the gradients of replicas are added up in, and travel in. None: train.gradient_dtype."""
     non_finite: Literal["raise", "skip"] = "raise"
     """An inf or nan in loss or gradient stops the run, or costs one update, on all stages alike."""
     track_alignment: bool = True
@@ -277,6 +289,12 @@ def validate(config: Config) -> None:
     _choose("optimizer.schedule", config.optimizer.schedule, LEARNING_RATES)
     _validate_pipeline(config)
     _validate_optimizer(config)
+    train = config.train
+    if (train.compute_dtype, train.dtype) == ("float64", "float32"):
+        raise ConfigError(
+            f"train.compute_dtype = {train.compute_dtype!r} is finer than train.dtype = {train.dtype!r}: set that to "
+            "'float64' too, or leave train.compute_dtype out"
+        )
     name = config.run.name
     if not name or Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigError(f"run.name = {name!r} is not the name of a folder: use letters, digits, - and _")

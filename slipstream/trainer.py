@@ -66,6 +66,7 @@ def train(config: Config) -> None:
         device=config.train.device,
         timeout_seconds=config.pipeline.timeout_seconds,
         shared_memory=config.pipeline.shared_memory,
+        backend=config.pipeline.backend,
         start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
     )
 
@@ -172,10 +173,18 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         skip_non_finite=config.train.non_finite == "skip",
         track_alignment=config.train.track_alignment,
         layers_per_stage=parts.layers_per_stage,
+        dtype=_dtype(config.train.compute_dtype),
+        gradient_dtype=_dtype(config.train.gradient_dtype or config.train.dtype),
+        reduction_dtype=_dtype(config.train.reduction_dtype),
+        shard_optimizer=config.optimizer.sharded,
         recompute=recomputed_layers(config, parts.model),
         prepare=materialise,
         device=device,
     )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def _gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .link import Link, Message, Spec, Waiting, peer_lost
 from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
+from .staging import StagedLink, to_host
 
 _HEADER_LENGTH = 256
 _BUCKET_BYTES = 2**20
@@ -108,8 +109,12 @@ class BrokenWork:
 
 
 class ProcessLink(Link):
-    def __init__(self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup, device: torch.device, pinned: bool
+    ) -> None:
+        """device: of the messages. pinned: they are received where a GPU can copy them from."""
         self._transport, self._peer, self._group = transport, peer, group
+        self._device, self._pinned = device, pinned
         self._specs: dict[str, Spec] = {}
         self._sending: deque[tuple[list[dist.Work | BrokenWork], Message, Waiting]] = deque()
         self._expected: deque[str] = deque()
@@ -130,7 +135,7 @@ class ProcessLink(Link):
         numbers = spec.encode()
         if len(numbers) > _HEADER_LENGTH:
             raise ValueError(f"{len(spec.tensors)} tensors are too many to pass between two layers: pass fewer")
-        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=self._transport.device)
+        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=self._device)
 
     def _send(self, message: Message, waiting: Waiting) -> None:
         works = [self._start(dist.isend, tensor) for tensor in message]
@@ -159,14 +164,15 @@ class ProcessLink(Link):
         while self._expected and (spec := self._specs.get(self._expected[0])) is not None:
             self._expected.popleft()
             message = tuple(
-                torch.empty(shape, dtype=dtype, device=self._transport.device) for dtype, shape in spec.tensors
+                torch.empty(shape, dtype=dtype, device=self._device, pin_memory=self._pinned)
+                for dtype, shape in spec.tensors
             )
             works = [self._start(dist.irecv, tensor) for tensor in message]
             self._posted.append((works, message))
 
     def take(self, waiting: Waiting) -> Message:
         if not self._posted:
-            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._transport.device)
+            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
             self._transport.wait(self._start(dist.irecv, header), waiting, self._peer)
             self._specs[self._expected[0]] = Spec.decode(header.tolist())
             self._post()
@@ -185,12 +191,20 @@ class ProcessLink(Link):
 
 
 class ProcessGathering(Gathering):
-    def __init__(self, transport: ProcessTransport, work: dist.Work, tensor: Tensor, gathered: list[Tensor]) -> None:
+    def __init__(
+        self,
+        transport: ProcessTransport,
+        work: dist.Work,
+        tensor: Tensor,
+        gathered: list[Tensor],
+        device: torch.device,
+    ) -> None:
         self._transport, self._work, self._tensor, self._gathered = transport, work, tensor, gathered
+        self._device = device
 
     def wait(self, waiting: Waiting) -> list[Tensor]:
         self._transport.wait(self._work, waiting, None)
-        return self._gathered
+        return [tensor.to(self._device) for tensor in self._gathered]
 
 
 @dataclass(frozen=True)
@@ -234,8 +248,9 @@ class ReplicaExchange(Exchange):
                 bucket.put_back()
 
 
-def _buckets(tensors: Sequence[Tensor], owners: Sequence[int | None]) -> list[Bucket]:
-    """Small tensors of a kind share a message; a large one has its own, and travels from where it lies."""
+def _buckets(tensors: Sequence[Tensor], owners: Sequence[int | None], is_staged: bool) -> list[Bucket]:
+    """Small tensors of a kind share a message; a large one has its own, and travels from where it lies, unless that is
+    a device that cannot be reached."""
     found: list[tuple[int | None, list[Tensor]]] = []
     latest: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
     for tensor, owner in zip(tensors, owners, strict=True):
@@ -244,7 +259,15 @@ def _buckets(tensors: Sequence[Tensor], owners: Sequence[int | None]) -> list[Bu
             last = latest[owner, tensor.dtype] = []
             found.append((owner, last))
         last.append(tensor)
-    return [Bucket(bucket, owner, _flat(bucket)) for owner, bucket in found]
+    return [Bucket(bucket, owner, on_host(_flat(bucket)) if is_staged else _flat(bucket)) for owner, bucket in found]
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Waits for the device; for what is done in the background."""
+    copy = to_host(tensor)
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return copy
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
@@ -299,14 +322,20 @@ class ProcessTransport(Transport):
         device: torch.device,
         timeout_seconds: float,
         shared_memory: bool = True,
+        backend: str = "auto",
+        is_staged: bool | None = None,
     ) -> None:
+        """backend: auto is NCCL between GPUs and gloo between CPUs. is_staged: messages go through the hosts' memory;
+        None: if the backend cannot reach a GPU's."""
+        self._backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
+        self._is_staged = (device.type == "cuda" and self._backend == "gloo") if is_staged is None else is_staged
         self.store, self._rank, self._mesh = store, rank, mesh
         self.replica, self.stage = mesh.place(rank)
         self.num_replicas, self.num_stages = mesh.num_replicas, mesh.num_stages
         self.device, self.timeout_seconds = device, timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
         self._num_joined = 0
-        self._links: list[ProcessLink | SharedMemoryLink] = []
+        self._links: list[ProcessLink | SharedMemoryLink | StagedLink] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._assembly: Assembly | None = None
         self._replicas: dist.ProcessGroup | None = None
@@ -345,7 +374,7 @@ class ProcessTransport(Transport):
             forward, backward = (
                 [SharedMemoryLink(e, self.stage, peer, self.timeout_seconds, self._max_under_way) for e in ends[edge]]
                 if is_shared[edge]
-                else [ProcessLink(self, peer, group) for group in groups]
+                else [self._link(peer, group) for group in groups]
             )
             self._links += [forward, backward]
             if self.stage == edge:
@@ -359,13 +388,14 @@ class ProcessTransport(Transport):
         if not is_assembled or self.num_replicas > 1:
             self._open(replica, tuple(range(self.num_stages)), "gloo")
 
+    def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink | StagedLink:
+        if not self._is_staged:
+            return ProcessLink(self, peer, group, self.device, pinned=False)
+        return StagedLink(ProcessLink(self, peer, group, torch.device("cpu"), self.device.type == "cuda"), self.device)
+
     def rank_of(self, stage: int) -> int:
         """In this replica."""
         return self._mesh.rank(self.replica, stage)
-
-    @property
-    def _backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def _join(self) -> None:
         self._num_joined += 1
@@ -409,23 +439,25 @@ class ProcessTransport(Transport):
             self._groups[stages, backend] = group
 
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        backend = "nccl" if tensor.is_cuda else "gloo"
+        backend = self._backend if tensor.is_cuda else "gloo"
         if len(stages) == self.num_stages:
             if self._assembly is not None and tensor.nbytes * self.num_stages <= Assembly.MAX_BYTES:
                 return AssemblyGathering(self._assembly, tensor, self.num_stages)
             if (stages, backend) not in self._groups:  # only where there is one replica
                 self._open(0, stages, backend)
-        group = self._groups[stages, backend]
+        group, device = self._groups[stages, backend], tensor.device
+        if backend == "gloo" and tensor.is_cuda:
+            tensor = on_host(tensor)
         gathered = [torch.empty_like(tensor) for _ in stages]
         work = _present(dist.all_gather(gathered, tensor, group=group, async_op=True))
-        return ProcessGathering(self, work, tensor, gathered)
+        return ProcessGathering(self, work, tensor, gathered, device)
 
     def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None) -> None:
         """Blocks until `work` is done: on the host for gloo, on the current stream for NCCL, which then keeps the time
         itself (the groups' time-out)."""
         started = time.monotonic()
         try:
-            if self.device.type == "cuda":
+            if self._backend == "nccl":
                 work.wait()
             else:
                 work.wait(self._timeout)
@@ -440,7 +472,9 @@ class ProcessTransport(Transport):
             owner = self._mesh.rank(bucket.owner, self.stage)
             return dist.reduce(bucket.flat, owner, group=self._replicas, async_op=True)
 
-        return ReplicaExchange(self, _buckets(tensors, owners or [None] * len(tensors)), start, receives=False)
+        return ReplicaExchange(
+            self, _buckets(tensors, owners or [None] * len(tensors), self._is_staged), start, receives=False
+        )
 
     def open_sharing(self) -> None:
         if self._sharing is None:
@@ -453,7 +487,7 @@ class ProcessTransport(Transport):
             assert bucket.owner is not None
             return dist.broadcast(bucket.flat, self._mesh.rank(bucket.owner, self.stage), group=group, async_op=True)
 
-        return ReplicaExchange(self, _buckets(tensors, owners), start, receives=True)
+        return ReplicaExchange(self, _buckets(tensors, owners, self._is_staged), start, receives=True)
 
     def fail(self, message: str) -> str:
         if self.num_replicas > 1:

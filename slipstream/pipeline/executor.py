@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,14 @@ from .link import Message, PeerLost
 from .partition import Tied
 from .reduction import Finished, Reducer, Sums
 from .sharding import gather_masters, share
+from .streams import Event, Streams
 from .update import Updater
 from .versions import WeightVersions
 
 LOOKAHEAD = 6
 """Actions. Two slots and a half: enough for both directions, and no more buffers than that."""
 
+Result = TypeVar("Result")
 Data = Callable[[int, int], tuple[Any, Any]]
 """(step, microbatch within it) -> (inputs, targets)"""
 Loss = Callable[[Any, Any], Tensor]
@@ -132,6 +134,7 @@ class Executor:
             owners,
             reduction_dtype,
         )
+        self._streams = Streams(device)
         self._background = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"update of stage {transport.stage}",
@@ -160,17 +163,12 @@ class Executor:
         """What is being played, for whoever asks what the stage is at."""
 
     def play(self, actions: Iterable[Action]) -> Iterator[StepReport | EvaluationReport]:
-        ahead: deque[Action] = deque()
         try:
-            for action in actions:
-                self._expect(action)
-                ahead.append(action)
-                if len(ahead) > LOOKAHEAD and (report := self._play(ahead.popleft())) is not None:
-                    yield report
-            while ahead:
-                if (report := self._play(ahead.popleft())) is not None:
-                    yield report
-            self._transport.flush()
+            with self._streams.running():
+                for action in self._announced(actions):
+                    if (report := self._play(action)) is not None:
+                        yield report
+                self._transport.flush()
             self.clock.finish()
         except PeerLost as lost:
             raise PipelineError(self._transport.fail(str(lost))) from lost
@@ -192,9 +190,21 @@ class Executor:
         everyone = tuple(range(self._transport.num_stages))
         self._transport.gather(torch.zeros(1), everyone).wait(lambda: "the other stages to see the inf or nan too")
 
+    def _announced(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """Every action when those that follow it have been announced."""
+        ahead: deque[Action] = deque()
+        for action in actions:
+            with self._streams.computing():
+                self._expect(action)
+            ahead.append(action)
+            if len(ahead) > LOOKAHEAD:
+                yield ahead.popleft()
+        yield from ahead
+
     def _play(self, action: Action) -> StepReport | EvaluationReport | None:
         self.action = action
-        return self._handlers[action.op](action)
+        with self._streams.computing():
+            return self._handlers[action.op](action)
 
     def _expect(self, action: Action) -> None:
         if action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
@@ -270,14 +280,31 @@ class Executor:
         if not has_slack:
             self._pending = Pending(lambda action: self._apply(action, finished, self._reduce(step, finished)))
         elif step - 1 in self._unevaluated:  # an evaluation to come still needs the masters as they are
-            sums = self._background.submit(self._reduce, step, finished)
-            self._pending = Pending(lambda action: self._apply(action, finished, sums.result()))
+            sums = self._beside(finished, lambda: self._reduce(step, finished))
+            self._pending = Pending(lambda action: self._apply(action, finished, sums()))
         else:
-            update = self._background.submit(self._update_beside, step, finished)
-            self._pending = Pending(lambda action: self._take_update(action, update.result()))
+            update = self._beside(finished, lambda: self._update_beside(step, finished))
+            self._pending = Pending(lambda action: self._take_update(action, update()))
+
+    def _beside(self, finished: Finished, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Does it in the background, beside the stage's other actions. What comes back waits for it."""
+        ready = self._streams.now()
+
+        def run() -> tuple[Result, Event]:
+            used = [*finished.gradients.values(), *([] if finished.loss is None else [finished.loss])]
+            with self._streams.updating(ready, used):
+                return work(), self._streams.now()
+
+        future = self._background.submit(run)
+
+        def take() -> Result:
+            result, done = future.result()
+            self._streams.compute_after(done)
+            return result
+
+        return take
 
     def _update_beside(self, step: int, finished: Finished) -> tuple[StepReport, Mark, Mark]:
-        """In the background, beside the stage's other actions."""
         sums = self._reduce(step, finished)
         start = self.clock.mark()
         return self._make(step, finished, sums), start, self.clock.mark()

@@ -57,11 +57,14 @@ def launch(
     device: torch.device | str = "cpu",
     timeout_seconds: float = 300.0,
     shared_memory: bool = True,
+    backend: str = "auto",
     start_method: str | None = None,
 ) -> list[Result]:
     """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
     `Mesh`. threads: stages as threads of this process. shared_memory: between processes of one machine, on CPUs;
-    without it gloo, as between machines. start_method: of processes, as multiprocessing names them.
+    without it gloo, as between machines. backend: of torch.distributed; auto is NCCL between GPUs and gloo between
+    CPUs, and gloo works between GPUs as well, through their hosts' memory. start_method: of processes, as
+    multiprocessing names them.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
@@ -70,7 +73,7 @@ def launch(
     device = torch.device(device)
     if threads:
         return _launch_threads(worker, Mesh(num_stages, num_replicas, placement), timeout_seconds)
-    terms = Terms(Mesh(num_stages, num_replicas, placement), device, timeout_seconds, shared_memory)
+    terms = Terms(Mesh(num_stages, num_replicas, placement), device, timeout_seconds, shared_memory, backend)
     return [_join_torchrun(worker, terms)] if under_torchrun() else _launch_processes(worker, terms, start_method)
 
 
@@ -82,6 +85,7 @@ class Terms:
     device: torch.device
     timeout_seconds: float
     shared_memory: bool
+    backend: str = "auto"
 
     @property
     def timeout(self) -> timedelta:
@@ -120,6 +124,7 @@ def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Term
         terms.device,
         terms.timeout_seconds,
         terms.shared_memory,
+        terms.backend,
     )
     try:
         result = worker(transport)

@@ -58,6 +58,14 @@ class Cell:
                 f"pipeline.replicas = {replicas} shares the batch among pipelines, and a study has none: multiply "
                 "pipeline.microbatches instead, which comes to the same"
             )
+        for name in ("compute_dtype", "gradient_dtype", "reduction_dtype"):
+            if (value := getattr(self.config.train, name)) is not None:
+                raise ConfigError(
+                    f"train.{name} = {value!r} is a pipeline's: leave it out, and write compute_dtype at the top of the "
+                    "study"
+                )
+        if self.config.optimizer.sharded:
+            raise ConfigError("optimizer.sharded is for replicas, and a study has none: leave it out")
         if not math.isfinite(self.predictor_weight):
             raise ConfigError(f"predictor_weight = {self.predictor_weight} is not finite: write a number that is")
         if self.delays and self.config.pipeline.schedule == "paci":

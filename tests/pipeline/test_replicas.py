@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,12 +15,13 @@ from torch import Tensor
 
 from slipstream import Group, Pipeline, StepReport, launch
 from slipstream.optim import muon_and_adamw
-from slipstream.pipeline.comm import Mesh, Transport
+from slipstream.pipeline.comm import Mesh, ProcessTransport, Transport
 from slipstream.pipeline.partition import Tied
 from slipstream.pipeline.sharding import assign_owners
 from slipstream.schedule import Schedule
 
 NUM_STEPS = 22
+launching_module = sys.modules["slipstream.pipeline.launch"]  # the package has a function of this name
 Part = tuple[int, int, dict[str, Tensor], list[StepReport]]
 """Replica, stage, weights and reports of a process or thread."""
 
@@ -141,6 +144,15 @@ def test_replicas_in_processes_follow_the_oracle(placement, shared_memory, shard
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 2), (2, 2), (2, 3)])
 def test_replicas_that_share_the_optimizer_follow_the_oracle(schedule, num_stages, num_replicas):
     follow_the_oracle(network(), num_stages, num_replicas, 3, {}, schedule=schedule, shard_optimizer=True)
+
+
+@forks
+@pytest.mark.parametrize("sharded", [True, False])
+def test_messages_through_the_memory_of_hosts_follow_the_oracle(monkeypatch, sharded):
+    """As between GPUs over gloo; here without the GPUs."""
+    monkeypatch.setattr(launching_module, "ProcessTransport", partial(ProcessTransport, is_staged=True))
+    launching = {"threads": False, "shared_memory": False}
+    follow_the_oracle(language_model(tied=True), 2, 2, 2, launching, shard_optimizer=sharded)
 
 
 def test_tied_weights_are_stepped_alike_where_replicas_share_the_optimizer():

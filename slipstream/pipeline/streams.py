@@ -1,0 +1,63 @@
+"""A stage's CUDA streams: one computes, another makes updates beside it. On a CPU there is nothing to order.
+
+What one stream is to find finished by another is said with events, so the host never waits: an update begins when the
+batch's last backward is through, and the first forward of the new version when the update is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+Event = torch.cuda.Event | None
+
+
+class Streams:
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._compute = torch.cuda.Stream(device) if is_cuda else None
+        self._update = torch.cuda.Stream(device) if is_cuda else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a whole run, which begins with what was made on the caller's stream and leaves its own work there."""
+        if self._compute is None or self._update is None:
+            yield
+            return
+        self._compute.wait_stream(torch.cuda.current_stream())
+        try:
+            yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self._compute)
+            torch.cuda.current_stream().wait_stream(self._update)
+
+    def computing(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._compute is None else torch.cuda.stream(self._compute)
+
+    @contextmanager
+    def updating(self, after: Event, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """after: of the computing stream. tensors: that were made on it, are used here, and may then be dropped."""
+        if self._update is None or after is None:
+            yield
+            return
+        with torch.cuda.stream(self._update):
+            self._update.wait_event(after)
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(self._update)  # so that its memory is not handed out too early
+            yield
+
+    def now(self) -> Event:
+        """A point of the current stream."""
+        if self._compute is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def compute_after(self, event: Event) -> None:
+        if self._compute is not None and event is not None:
+            self._compute.wait_event(event)
