@@ -131,8 +131,8 @@ class OptimizerSection:
     clip_norm: float = 1.0
     """Every parameter group's gradient is scaled down to this norm, taken over all stages; 0: no clipping."""
     sharded: bool = False
-    """The replicas of a stage share its optimizer: each keeps weights and state of a part of the parameters, steps them,
-    and hands them to the others (ZeRO-1)."""
+    """The replicas of a stage share its optimizer: each keeps weights and state of a part of the parameters, steps
+    them, and hands them to the others (ZeRO-1)."""
     error_feedback: float = 1.0
     """lam: how much of the one-step prediction to apply; 0 is plain delay. No effect while synchronous."""
     schedule: str = "cosine"

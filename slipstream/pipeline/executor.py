@@ -25,6 +25,7 @@ from .link import Message, PeerLost
 from .partition import Tied
 from .reduction import Finished, Reducer, Sums
 from .sharding import gather_masters, share
+from .staging import to_host
 from .streams import Event, Streams
 from .update import Updater
 from .versions import WeightVersions
@@ -149,13 +150,15 @@ class Executor:
             Op.UPDATE: self._update,
             Op.EVALUATE: self._evaluate,
         }
-        self.clock = Clock(device, schedule.sync_start_steps, schedule.num_microbatches)
+        self.clock = Clock(device, max(schedule.sync_start_steps, schedule.first_step), schedule.num_microbatches)
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
         self._evaluated: nn.Module | None = None
         self._pending: Pending | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
+        self._copied: Event = None
+        self._last_step: int | None = None
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
@@ -211,6 +214,22 @@ class Executor:
             self._transport.forward_in.expect(_kind(action))
         elif action.op is Op.BACKWARD and not self._is_last:
             self._transport.backward_in.expect(_kind(action))
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begins to copy them to the host, beside whatever comes next. What is returned waits for the copies."""
+        if self._device.type != "cuda":
+            copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            return lambda: copies
+        with self._streams.copying():
+            copies = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
+            done = self._copied = self._streams.now()
+
+        def take() -> dict[str, Tensor]:
+            assert done is not None
+            done.synchronize()
+            return copies
+
+        return take
 
     # ---- the four actions
 
@@ -324,6 +343,7 @@ class Executor:
 
     def _make(self, step: int, finished: Finished, sums: Sums) -> StepReport:
         """The update of a step, and what there is to say of it."""
+        self._streams.wait(self._copied)  # nothing is overwritten that is still being copied
         if sums.non_finite is None:
             horizon = self._schedule.horizon(self._transport.stage, step)
             self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)

@@ -25,6 +25,7 @@ from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
 from .sharding import assign_owners, gather_masters
+from .state import StageState, StateError, flatten, restore_parameter, unflatten
 from .update import Updater
 from .versions import WeightVersions
 
@@ -59,6 +60,7 @@ class Pipeline:
     recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
                        the backward
     prepare            called with this stage's layers before anything else, to initialise or move them
+    start              a state to go on from, of this stage (see `state`); num_steps counts from the run's beginning
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Pipeline:
         shard_optimizer: bool = False,
         recompute: Collection[str] = (),
         prepare: Callable[[nn.Sequential], None] | None = None,
+        start: StageState | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         device = torch.device(device)
@@ -113,6 +116,7 @@ class Pipeline:
                 num_steps,
                 depth=depth,
                 sync_start_steps=sync_start_steps,
+                first_step=0 if start is None else start.step,
                 evaluate_after=evaluation_steps(num_steps, evaluate_every) if evaluation else (),
                 num_evaluations=num_evaluations if evaluation else 0,
             ),
@@ -164,6 +168,8 @@ class Pipeline:
             owners=self._owners,
             reduction_dtype=reduction_dtype,
         )
+        if start is not None:
+            self._restore(start)
 
     def _assign_owners(self, module: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
         self.transport.open_sharing()
@@ -197,6 +203,67 @@ class Pipeline:
         dtypes = self.versions.master_dtypes
         waiting = lambda: "the other replicas' masters"  # noqa: E731
         return gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
+
+    # ---- what is kept to go on later
+
+    def _spoken_for(self) -> dict[str, str]:
+        """The parameters whose state this stage keeps for all that hold them: its name here, and that in the state."""
+        return {
+            name: self._canonical(name)
+            for name in self.versions.parameters(0)
+            if name not in self.tied or self.tied[name].stages[0] == self.transport.stage
+        }
+
+    def _canonical(self, name: str) -> str:
+        return self.tied[name].name if name in self.tied else name
+
+    def state(self) -> StageState:
+        """What this stage keeps of the run, after the update just made: its tensors themselves, not copies of them.
+        Only between two actions: in the loop over `run`, after a StepReport."""
+        is_first, tensors, names = self.transport.replica == 0, dict[str, Tensor](), self._spoken_for()
+        optimizer: dict[str, Any] = {}
+        for name, optimizer_of, master in self.updater.optimizer_states():
+            if name in names and (is_first or self._owners is not None):
+                tensors[f"master/{names[name]}"] = master
+                state = optimizer_of.state.get(master, {})
+                optimizer[names[name]] = flatten(dict(state), f"optimizer/{names[name]}", tensors)
+                if name in self.updater.samples():
+                    tensors[f"sample/{names[name]}"] = self.updater.samples()[name]
+        for lag in self.versions.lags() if is_first else ():
+            for name, parameter in self.versions.parameters(self.versions.newest - lag).items():
+                if name in names:
+                    tensors[f"working/{lag}/{names[name]}"] = parameter
+        return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
+
+    def snapshot(self) -> Callable[[], StageState]:
+        """Begins to copy the state to the host, beside whatever comes next. What is returned waits for the copies."""
+        state = self.state()
+        copies = self.executor.copy(state.tensors)
+        return lambda: replace(state, tensors=copies())
+
+    def _restore(self, start: StageState) -> None:
+        tensors, parameters = start.tensors, self.versions.parameters(0)
+        names = {name: self._canonical(name) for name in parameters}
+        masters = {name: tensors[f"master/{canonical}"] for name, canonical in names.items()}
+        working = []
+        for lag in range(self.versions.num_versions):
+            kept = {name: tensors.get(f"working/{lag}/{canonical}") for name, canonical in names.items()}
+            # A synchronous step is made with the masters, and left with nothing older that would be read.
+            is_read = start.step - lag >= self.schedule.sync_start_steps and self.versions.num_versions > 1
+            missing = [name for name, weights in kept.items() if weights is None]
+            if lag > 0 and is_read and missing:
+                raise StateError(
+                    f"version {start.step - lag} of {', '.join(missing)} is missing, which the next batch runs on"
+                )
+            working.append(
+                {name: masters[name] if weights is None or not is_read else weights for name, weights in kept.items()}
+            )
+        self.versions.restore(start.step, masters, working)
+        facts = start.facts["optimizer"]
+        for name, optimizer, master in self.updater.optimizer_states():
+            restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors))
+        samples = {name: tensors[f"sample/{c}"] for name, c in names.items() if f"sample/{c}" in tensors}
+        self.updater.restore(start.facts, samples)
 
 
 def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
 from .partition import Tied
 from .reduction import NUM_PRODUCTS
+from .state import group_facts, restore_groups
 from .versions import WeightVersions
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -102,6 +104,30 @@ class Updater:
     def learning_rates(self, step: int) -> dict[str, float]:
         """By group, where the stage has masters of any of its parameters."""
         return {part.group.name: part.base_rates[0] * self._learning_rate(step) for part in self._parts}
+
+    def optimizer_states(self) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
+        """By parameter: whose state it is in, and under which key."""
+        for part in self._parts:
+            for name, master in zip(part.names, part.masters, strict=True):
+                yield name, part.optimizer, master
+
+    def facts(self) -> dict[str, Any]:
+        """What is no tensor, and of no single parameter."""
+        coefficients = {part.group.name: self._last_coefficients[part.index] for part in self._parts}
+        groups = {part.group.name: group_facts(part.optimizer) for part in self._parts}
+        return {"coefficients": coefficients, "groups": groups}
+
+    def samples(self) -> Mapping[str, Tensor]:
+        return self._last_samples
+
+    def restore(self, facts: Mapping[str, Any], samples: Mapping[str, Tensor]) -> None:
+        for part in self._parts:
+            self._last_coefficients[part.index] = facts["coefficients"].get(part.group.name)
+            if (kept := facts["groups"].get(part.group.name)) is not None:
+                restore_groups(part.optimizer, kept)
+            for name, master in zip(part.names, part.masters, strict=True):
+                if name in samples:
+                    self._last_samples[name] = samples[name].to(master.device)
 
     @torch.no_grad()
     def apply(self, step: int, gradients: dict[str, Tensor], scales: Sequence[float], horizon: int) -> None:

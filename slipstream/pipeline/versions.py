@@ -19,7 +19,7 @@ Where the replicas of a pipeline share the optimizer (ZeRO-1), a stage has maste
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -108,6 +108,23 @@ class WeightVersions:
     def with_weights(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """The stage's module with other weights than its versions have."""
         return _WithWeights(self._slots[self.newest % self.num_versions], weights)
+
+    def lags(self) -> list[int]:
+        """Of the versions that the masters do not tell: how many updates before the newest. 0: the newest itself."""
+        return [*([0] if self._predicts else []), *range(1, min(self.num_versions, self.newest + 1))]
+
+    @torch.no_grad()
+    def restore(self, newest: int, masters: Mapping[str, Tensor], working: Sequence[Mapping[str, Tensor]]) -> None:
+        """masters: of all parameters, owned or not. working: versions, by how many updates before the newest."""
+        self.newest = newest
+        for lag, weights in enumerate(working):
+            for name, parameter in self.parameters(newest - lag).items():
+                parameter.copy_(weights[name])
+        for name, master in self.masters.items():
+            if self.separate_masters:
+                master.copy_(masters[name])
+            else:
+                master.data = self.parameters(newest)[name].data
 
     def take_gradients(self, version: int) -> dict[str, Tensor]:
         """Hands over the gradient accumulated in a version, so that the next batch there starts from nothing."""

@@ -1,9 +1,9 @@
 """The schedules, each a small pure function that yields one stage's actions, for ever or for `num_steps` steps.
 
 Microbatches and steps are counted from the start of the run, m microbatches to a step; step t's update writes version
-t + 1. `first_step` starts a schedule in the middle of a run, so that schedules can follow one another at a step boundary
-and a run can be taken up again. `oldest` is the oldest version there is to start from: `first_step` itself after a
-synchronous step, before it where the run goes on as it was.
+t + 1. `first_step` starts a schedule in the middle of a run, so that schedules can follow one another at a step
+boundary and a run can be taken up again. `oldest` is the oldest version there is to start from: `first_step` itself
+after a synchronous step, before it where the run goes on as it was.
 """
 
 from __future__ import annotations

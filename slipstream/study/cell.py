@@ -61,8 +61,8 @@ class Cell:
         for name in ("compute_dtype", "gradient_dtype", "reduction_dtype"):
             if (value := getattr(self.config.train, name)) is not None:
                 raise ConfigError(
-                    f"train.{name} = {value!r} is a pipeline's: leave it out, and write compute_dtype at the top of the "
-                    "study"
+                    f"train.{name} = {value!r} is a pipeline's: leave it out, and write compute_dtype at the top of "
+                    "the study"
                 )
         if self.config.optimizer.sharded:
             raise ConfigError("optimizer.sharded is for replicas, and a study has none: leave it out")
