@@ -30,7 +30,7 @@ from ..config import Config
 from ..loss import decoder_and_loss
 from ..model import ModelConfig, layer_names
 from ..optim.groups import is_matrix
-from ..optim.optimizer import STACK_ELEMENTS
+from ..optim.optimizer import stack_elements
 from ..parts import parameter_groups, recomputed_layers
 from ..pipeline.executor import LOOKAHEAD
 from ..pipeline.recompute import Recomputing
@@ -306,7 +306,8 @@ class MemoryModel:
         counts: dict[int, int] = {}
         for name, parameter in self._build(False, kind, False)[0].named_parameters():
             counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
-        stacks = {size: max(1, STACK_ELEMENTS // size) for size, count in counts.items() if count}
+        most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype))
+        stacks = {size: max(1, most // size) for size, count in counts.items() if count}
         size = max(stacks, key=lambda size: size * stacks[size])
         return -(-stacks[size] // counts[size])
 
