@@ -151,6 +151,7 @@ class Muon(PredictingOptimizer):
             ns_steps=group["ns_steps"],
             ns_dtype=group["ns_dtype"],
             scale=group["scale"],
+            may_overwrite=True,
         )
         for parameter, update in _pieces(updates, parameters):
             self._apply(parameter, update, group)

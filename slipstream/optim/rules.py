@@ -25,6 +25,7 @@ def newton_schulz(
     eps: float = 1e-7,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
     scale: float = 1.0,
+    may_overwrite: bool = False,  # `matrices`, whose memory then saves a temporary in bf16
 ) -> Tensor:
     """Orthogonalise each matrix on its own: U S V^T becomes about scale U V^T.
 
@@ -43,7 +44,8 @@ def newton_schulz(
     rows, cols = matrices.shape[-2:]
     X = matrices.to(dtype).reshape(-1, rows, cols)
     if dtype == torch.bfloat16:
-        X = _iterate_in_bf16(X, steps, eps, coefficients, scale)
+        is_free = may_overwrite or matrices.dtype != dtype  # then X is a copy
+        X = _iterate_in_bf16(X, steps, eps, coefficients, scale, is_free and X.is_contiguous())
     else:
         X = _iterate(X, steps, eps, coefficients)
         if scale != 1:
@@ -67,7 +69,12 @@ def _iterate(X: Tensor, steps: int, eps: float, coefficients: tuple[float, float
 
 
 def _iterate_in_bf16(
-    X: Tensor, steps: int, eps: float, coefficients: tuple[float, float, float], scale: float
+    X: Tensor,
+    steps: int,
+    eps: float,
+    coefficients: tuple[float, float, float],
+    scale: float,
+    may_overwrite: bool,
 ) -> Tensor:
     """The same for speed: nothing as large as X is read or written but by the products themselves.
 
@@ -76,6 +83,7 @@ def _iterate_in_bf16(
     by `scale`, and from the other side where X is tall, so that its result lies in memory as X did.
     """
     a, b, c = coefficients
+    room = X.view(-1) if may_overwrite else None
     is_tall = X.shape[1] > X.shape[2]
     if is_tall:
         X = X.mT
@@ -91,7 +99,12 @@ def _iterate_in_bf16(
         if norm is not None:
             B.div_(norm)
         # (B X)^T = X^T B, for B is symmetric
-        X = torch.bmm(X.mT, B) if is_last and is_tall else torch.bmm(B, X)
+        left, right = (X.mT, B) if is_last and is_tall else (B, X)
+        if room is not None and step % 2 == 1:
+            X = torch.bmm(left, right, out=room.view(len(X), left.shape[1], right.shape[2]))
+        else:
+            X = torch.bmm(left, right)
+        del A, B, left, right
     return X
 
 
@@ -114,10 +127,12 @@ def momentum_weight(beta: float, nesterov: bool, lookahead: float) -> float:
     return beta if lookahead == 1 else 1 - lookahead * (1 - beta)
 
 
-def orthogonal_update(direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str) -> Tensor:
+def orthogonal_update(
+    direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str, may_overwrite: bool = False
+) -> Tensor:
     """u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them; of its dtype."""
-    rows, cols = direction.shape[-2:]
-    return newton_schulz(direction, ns_steps, ns_dtype, scale=lr * shape_scale(scale, rows, cols))
+    factor = lr * shape_scale(scale, *direction.shape[-2:])
+    return newton_schulz(direction, ns_steps, ns_dtype, scale=factor, may_overwrite=may_overwrite)
 
 
 def shape_scale(scale: str, rows: int, cols: int) -> float:
