@@ -6,8 +6,8 @@
 d is how many updates later than its own the version will be used: 1 for two_bw, 0 for a synchronous step.
 
 Our own optimizers write x in the pass that makes the update. For all others the working copies, in the masters' dtype,
-hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser dtype they cannot: there z[t] is kept
-for a moment, of a part of the parameters at a time.
+hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser dtype they cannot: there z[t] is
+kept for a moment, of a part of the parameters at a time.
 """
 
 from __future__ import annotations
