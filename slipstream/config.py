@@ -171,6 +171,9 @@ class TrainSection:
     """Tokens whose logits exist at a time: head and loss go over a microbatch in chunks of so many; 0: all at once."""
     recompute_every: int = 0
     """Every n-th block keeps its input alone and is computed again in the backward; 1: all blocks, 0: none."""
+    compile: bool = False
+    """Run the blocks through torch.compile, all that are alike through one graph: fewer kernels, the same numbers up to
+    rounding. The first microbatches wait for the compiler."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +353,11 @@ def _validate_pipeline(config: Config) -> None:
         raise ConfigError(
             f"train.recompute_every = {config.train.recompute_every} computes blocks again with the weights of their "
             "forward, and paci has overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'"
+        )
+    if section.schedule == "paci" and config.train.compile:
+        raise ConfigError(
+            "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
+            "paci it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'"
         )
     try:
         schedule_of(config)

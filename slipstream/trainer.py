@@ -178,6 +178,7 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         reduction_dtype=_dtype(config.train.reduction_dtype),
         shard_optimizer=config.optimizer.sharded,
         recompute=recomputed_layers(config, parts.model),
+        compile=config.train.compile,
         prepare=materialise,
         device=device,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -121,8 +121,10 @@ class Executor:
         device: torch.device,
         owners: Mapping[str, int] | None = None,
         reduction_dtype: torch.dtype | None = None,
+        backward_lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         """owners: of every parameter, the replica that steps it; None: all do. reduction_dtype: see Reducer."""
+        self._backward_lock = backward_lock or nullcontext()
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
         self._owners = owners
@@ -270,7 +272,8 @@ class Executor:
         clock.enter(Activity.BACKWARD, action)
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            with self._backward_lock:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         clock.enter(Activity.OTHER)
         if not self._is_first:
             inputs = _differentiable(flight.inputs)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..optim.groups import Group, assign
 from ..schedule import Schedule, ScheduleError
 from .comm import Transport
+from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
@@ -59,6 +60,8 @@ class Pipeline:
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
     recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
                        the backward
+    compile            run the layers through torch.compile, those of a kind through one graph; or the name of another
+                       backend than torch's own
     prepare            called with this stage's layers before anything else, to initialise or move them
     start              a state to go on from, of this stage (see `state`); num_steps counts from the run's beginning
     """
@@ -93,6 +96,7 @@ class Pipeline:
         reduction_dtype: torch.dtype | None = None,
         shard_optimizer: bool = False,
         recompute: Collection[str] = (),
+        compile: bool | Backend = False,
         prepare: Callable[[nn.Sequential], None] | None = None,
         start: StageState | None = None,
         device: torch.device | str = "cpu",
@@ -124,11 +128,12 @@ class Pipeline:
             bool(tied),
             skip_non_finite,
             bool(recompute),
+            bool(compile),
         )
         transport.max_under_way = self.schedule.max_in_flight + self.schedule.num_evaluations
         for stages in sorted({weight.stages for weight in tied.values()}):
             transport.open_group(stages)
-        module = _recomputing(model, cut(model, sizes, stage), recompute)
+        module = _stage_module(model, cut(model, sizes, stage), recompute, compile)
         if prepare is not None:
             prepare(module)
         module.to(device)
@@ -167,6 +172,7 @@ class Pipeline:
             device=device,
             owners=self._owners,
             reduction_dtype=reduction_dtype,
+            backward_lock=COMPILER if compile else None,
         )
         if start is not None:
             self._restore(start)
@@ -272,16 +278,26 @@ def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:
     return tuple(sorted({*regular, num_steps - 1}))
 
 
-def _recomputing(model: nn.Sequential, module: nn.Sequential, recompute: Collection[str]) -> nn.Sequential:
+def _stage_module(
+    model: nn.Sequential, module: nn.Sequential, recompute: Collection[str], compile: bool | Backend
+) -> nn.Sequential:
     known = [name for name, _ in model.named_children()]
     for name in recompute:
         if name not in known:
             raise ValueError(f"recompute names {name!r}, which is no layer: the layers are {', '.join(known)}")
-    return Recomputing(OrderedDict(module.named_children()), recompute) if recompute else module
+    layers = OrderedDict(module.named_children())
+    if compile:
+        return Compiled(layers, recompute, "inductor" if compile is True else compile)
+    return Recomputing(layers, recompute) if recompute else module
 
 
 def plan_schedule(
-    schedule: Schedule, groups: Sequence[Group], has_tied: bool, skip_non_finite: bool, recomputes: bool = False
+    schedule: Schedule,
+    groups: Sequence[Group],
+    has_tied: bool,
+    skip_non_finite: bool,
+    recomputes: bool = False,
+    compiles: bool = False,
 ) -> Schedule:
     """The schedule as these groups need it, or one sentence why the two do not go together.
 
@@ -300,6 +316,11 @@ def plan_schedule(
             raise ScheduleError(
                 "recompute computes layers again with the weights of their forward, and paci has overwritten them: "
                 "leave it empty, or use two_bw"
+            )
+        if compiles:
+            raise ScheduleError(
+                "compile leaves it to the compiler what a backward keeps of the forward's weights, and under paci it "
+                "must read the newest: set it to False, or use two_bw"
             )
         for group in groups:
             if group.error_feedback != 0:

@@ -78,6 +78,11 @@ class Cell:
                 f"predictor = {self.predictor!r} looks into muon and adamw, not into optimizer.name = "
                 f"{self.config.optimizer.name!r}: use another predictor"
             )
+        if self.config.train.compile:
+            raise ConfigError(
+                "train.compile = true is for the stages of a pipeline, and a study has none: set compile_mode = "
+                "'default' instead"
+            )
         if self.config.train.non_finite == "skip":
             raise ConfigError(
                 "train.non_finite = 'skip' asks the device after every step, which a study never does: leave it out"
