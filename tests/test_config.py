@@ -177,6 +177,11 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
             "train.recompute_every = 2 computes blocks again with the weights of their forward, and paci has "
             "overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'",
         ),
+        (
+            {"pipeline__schedule": "paci", "optimizer__error_feedback": 0.0, "train__compile": True},
+            "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
+            "paci it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'",
+        ),
         ({"train__loss_chunk_tokens": -1}, "train.loss_chunk_tokens = -1 is too small: use 0 or more"),
         ({"train__recompute_every": -1}, "train.recompute_every = -1 is too small: use 0 or more"),
         ({"pipeline__timeout_seconds": 0.0}, "pipeline.timeout_seconds = 0 cannot be: use more than 0"),

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from settings import changed
+from torch import nn
 
 from slipstream.config import Config, ConfigError, ModelSection, load_toml
 from slipstream.model import decoder, num_parameters
 from slipstream.parts import check, parameter_groups
 from slipstream.pipeline import Transport, launch
+from slipstream.pipeline.compiled import Compiled
 from slipstream.plan.live import LiveBytes
 from slipstream.trainer import make_pipeline, train
 
@@ -236,6 +238,22 @@ def test_no_stage_ever_holds_more_than_its_own_layers(tied, schedule, copies, ti
         assert 0 <= kept - copies * sum(own) - tables <= 512 + tied * max(own)
         assert peak <= kept + 3 * max(own)
         assert peak < num_bytes / 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by torch's compiler
+def test_compiled_stages_are_what_the_configuration_asks_for(tiny):
+    def kinds(config: Config) -> list[set[type]]:
+        parts = check(config)
+
+        def worker(transport: Transport) -> set[type]:
+            versions = make_pipeline(transport, config, parts).versions
+            return {type(module) for module in (versions.module(0), versions.master_module())}
+
+        return launch(worker, 2, threads=True, timeout_seconds=30.0)
+
+    assert kinds(tiny) == [{nn.Sequential}] * 2
+    assert kinds(changed(tiny, train__compile=True)) == [{Compiled}] * 2
+    assert kinds(changed(tiny, train__compile=True, train__recompute_every=1)) == [{Compiled}] * 2
 
 
 # ---- what it learns

@@ -29,8 +29,8 @@ Backend = str | Callable[..., Any]
 
 COMPILER = threading.RLock()
 """Held by whoever may be compiling: tracing patches what all threads of a process see (pytorch/pytorch#118260), and the
-first backward of a graph compiles too. Stages that are threads therefore enqueue their work one at a time, which on a GPU
-they do anyway; on CPUs, use processes."""
+first backward of a graph compiles too. So stages that are threads forward and backward one at a time. On a GPU, where
+they share one device and one interpreter, little is lost; on CPUs, use processes."""
 
 
 class Compiled(Recomputing):
@@ -43,7 +43,9 @@ class Compiled(Recomputing):
         recomputed: Collection[str] = (),
         backend: Backend = "inductor",
     ) -> None:
-        super().__init__(layers, recomputed, {name: _call_of(layer, backend) for name, layer in layers.items()})
+        with COMPILER:
+            calls = {name: _call_of(layer, backend) for name, layer in layers.items()}
+        super().__init__(layers, recomputed, calls)
 
     def forward(self, value: Any) -> Any:
         with COMPILER:

@@ -2,8 +2,9 @@
 
 One layer of each kind (embedding, block, head with the loss) is built with its weights and timed alone: forward,
 backward with and without gradients of the weights, and the update as the program makes it. Medians, after a warm-up; on
-CUDA between events. Blocks are all alike, so one stands for all; where only the first of them are dense, one of these
-is timed besides. Experts are loaded as their initial weights happen to load them.
+CUDA between events. With train.compile the layers are compiled, as a stage's are. Blocks are all alike, so one stands
+for all; where only the first of them are dense, one of these is timed besides. Experts are loaded as their initial
+weights happen to load them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..config import Config
 from ..loss import decoder_and_loss
 from ..model import ModelConfig, initialise, layer_names
 from ..parts import parameter_groups
+from ..pipeline.compiled import Compiled
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
 from .costs import LayerCost, ModelCosts
@@ -74,6 +76,7 @@ class Profile:
     """Bytes of the activations between two stages."""
     rows: tuple[Row, ...]
     loss_chunk_tokens: int = 0
+    compile: bool = False
 
     def costs(self, model: ModelConfig, path: Path) -> ModelCosts:
         """By layer, for a model of the same layers; it may have more or fewer of them."""
@@ -120,6 +123,7 @@ def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profi
         message=config.train.microbatch_size * model.sequence_length * model.dim * itemsize,
         rows=tuple(rows),
         loss_chunk_tokens=config.train.loss_chunk_tokens,
+        compile=config.train.compile,
     )
 
 
@@ -170,7 +174,7 @@ def _build(
         layer = nn.Sequential(OrderedDict([list(whole.named_children())[index]]))
     layer.to(getattr(torch, config.train.dtype)).to_empty(device=device)
     initialise(layer, model, config.train.seed)
-    return layer, loss
+    return Compiled(OrderedDict(layer.named_children())) if config.train.compile else layer, loss
 
 
 def _measure_update(layer: nn.Sequential, config: Config, device: torch.device) -> float:
@@ -196,17 +200,18 @@ def _measure_update(layer: nn.Sequential, config: Config, device: torch.device) 
 def _median(first: Callable[[], Any], then: Callable[[Any], None], device: torch.device, after: bool = False) -> float:
     """Seconds of `first`, or with `after` of `then`, which gets what `first` returned."""
     seconds: list[float] = []
-    started = time.perf_counter()
     for repeat in range(WARMUPS + REPEATS):
+        if repeat <= 1:
+            started = time.perf_counter()  # not counting what is done but once, such as compiling
         marks = [_mark(device)]
         value = first()
         marks.append(_mark(device))
         then(value)
         marks.append(_mark(device))
         del value
-        if repeat >= WARMUPS or time.perf_counter() - started > ENOUGH_SECONDS:
+        if repeat >= WARMUPS or (repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS):
             seconds.append(_between(*(marks[1:] if after else marks[:2])))
-        if time.perf_counter() - started > ENOUGH_SECONDS and repeat > 0:
+        if repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS:
             break
     return median(seconds)
 

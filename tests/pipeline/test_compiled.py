@@ -15,6 +15,7 @@ import torch
 from harness import (
     EXPERTS,
     TIMEOUT_SECONDS,
+    Task,
     even_cut,
     language_model,
     largest_difference,
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, launch, moe, muon_and_adamw
 from slipstream.loss import chunked_next_token_loss
+from slipstream.model import PRESETS, decoder, initialise
 from slipstream.optim import balance_experts
 from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.compiled import COMPILER, Compiled
@@ -143,8 +145,8 @@ def test_layers_of_any_kind_may_be_compiled():
 # ---- as few graphs as there are kinds
 
 
-@pytest.mark.parametrize(("num_layers", "stages"), [(1, 1), (6, 1), (6, 2)])
-def test_a_graph_serves_all_blocks_and_all_weight_versions(num_layers, stages):
+@pytest.mark.parametrize(("num_layers", "stages", "recompute"), [(1, 1, ()), (6, 1, ("block0", "block3")), (6, 2, ())])
+def test_a_graph_serves_all_blocks_and_all_weight_versions(num_layers, stages, recompute):
     task, counting = language_model(tied=False, num_layers=num_layers), Counting()
     run_pipeline(
         task,
@@ -153,6 +155,7 @@ def test_a_graph_serves_all_blocks_and_all_weight_versions(num_layers, stages):
         num_microbatches=2,
         num_steps=NUM_STEPS,
         compile=counting,
+        recompute=recompute,
         evaluation=lambda microbatch: task.data(10**6, microbatch),
         num_evaluations=1,
         evaluate_every=2,
@@ -267,6 +270,77 @@ def test_nobody_else_computes_while_a_stage_may_compile():
 
     launch(worker, 2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
     assert len(held) >= 2 + 2 * 2 * 2 and all(held)  # two graphs, and the backwards of two stages
+
+
+# ---- on a GPU, by torch's own compiler
+
+
+without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("recompute", [(), ("block0", "block2")], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # a compiler may have advice
+@without_gpu
+def test_stages_compiled_for_a_gpu_follow_the_oracle(experts, recompute):
+    task = language_model(tied=not experts, **experts)
+    groups = [*([balance_experts(0.01)] if experts else []), *groups_of(1.0)]
+    shared = {"num_microbatches": 3, "num_steps": NUM_STEPS, "layers_per_stage": even_cut(task, 2)}
+    on_gpu = Task(
+        copy.deepcopy(task.model).cuda(), lambda *index: tuple(part.cuda() for part in task.data(*index)), task.loss
+    )
+    expected, losses = run_reference(on_gpu, groups, delays=[1] * 2, **shared)
+    held_out = task.data(10**6, 0)
+    outcome = run_pipeline(
+        task,
+        2,
+        groups,
+        timeout_seconds=300.0,
+        device="cuda",
+        compile=True,
+        recompute=recompute,
+        evaluation=lambda microbatch: held_out,
+        num_evaluations=1,
+        evaluate_every=2,
+        **shared,
+    )
+    assert largest_difference(outcome.weights, expected) <= 1e-10
+    assert [report.loss for report in outcome.reports[0]] == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # a compiler may have advice
+@without_gpu
+def test_experts_in_bfloat16_are_one_graph_on_a_gpu_and_their_gradients_right():
+    torch.manual_seed(0)
+    config = replace(PRESETS["moe-2b"], dim=128, num_heads=4, num_kv_heads=2, hidden_dim=256, expert_dim=64)
+    config = replace(config, num_experts=8, experts_per_token=2, num_layers=3, sequence_length=64, vocab_size=64)
+    layers = decoder(config)[2:3]
+    initialise(layers, config, seed=0)
+    layers.bfloat16().cuda()
+    if not moe._has_grouped_kernel(torch.zeros(1, 128, device="cuda").bfloat16(), layers[0].mlp.experts.gate):
+        pytest.skip("needs a kernel for all experts at once")
+    precise = copy.deepcopy(layers).float()
+    counting = Counting()
+    hidden = torch.randn(4, 64, 128, device="cuda").bfloat16()
+
+    def gradients(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        for parameter in module.parameters():
+            parameter.grad = None
+        module(hidden.to(dtype, copy=True).requires_grad_()).square().mean().backward()
+        return {name: p.grad.float() for name, p in module.named_parameters() if not name.endswith("router.bias")}
+
+    Compiled(OrderedDict(layers.named_children()), backend=counting)(hidden.clone().requires_grad_())
+    assert len(counting.graphs) == 1
+    expected = gradients(precise, torch.float32)
+    plain = gradients(layers, torch.bfloat16)
+    compiled = gradients(Compiled(OrderedDict(layers.named_children())), torch.bfloat16)
+    for name, value in expected.items():
+        errors = [float((found[name] - value).norm() / value.norm()) for found in (plain, compiled)]
+        assert errors[1] <= max(0.1, 2 * errors[0]), (name, errors)  # rounded about as much as without a compiler
 
 
 # ---- what cannot be
