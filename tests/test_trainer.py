@@ -3,6 +3,8 @@
 import json
 import math
 import tomllib
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +15,11 @@ import torch
 from settings import changed
 from torch import nn
 
+import slipstream.pipeline.pipeline
 from slipstream.config import Config, ConfigError, ModelSection, load_toml
 from slipstream.model import decoder, num_parameters
 from slipstream.parts import check, parameter_groups
 from slipstream.pipeline import Transport, launch
-from slipstream.pipeline.compiled import Compiled
 from slipstream.plan.live import LiveBytes
 from slipstream.trainer import make_pipeline, train
 
@@ -240,20 +242,30 @@ def test_no_stage_ever_holds_more_than_its_own_layers(tied, schedule, copies, ti
         assert peak < num_bytes / 2
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by torch's compiler
-def test_compiled_stages_are_what_the_configuration_asks_for(tiny):
-    def kinds(config: Config) -> list[set[type]]:
+class Asked(nn.Sequential):
+    """In the place of the compiled stage, for which torch would start threads, and the next test forks."""
+
+    def __init__(self, layers: OrderedDict[str, nn.Module], recomputed: Collection[str], backend: str) -> None:
+        super().__init__(layers)
+        self.asked = (sorted(recomputed), backend)
+
+
+def test_the_configuration_decides_whether_stages_are_compiled(tiny, monkeypatch):
+    monkeypatch.setattr(slipstream.pipeline.pipeline, "Compiled", Asked)
+
+    def ask(**fields: Any) -> list[Any]:
+        config = changed(tiny, **fields)
         parts = check(config)
 
-        def worker(transport: Transport) -> set[type]:
+        def worker(transport: Transport) -> list[Any]:
             versions = make_pipeline(transport, config, parts).versions
-            return {type(module) for module in (versions.module(0), versions.master_module())}
+            return [getattr(module, "asked", None) for module in (versions.module(0), versions.master_module())]
 
-        return launch(worker, 2, threads=True, timeout_seconds=30.0)
+        return [answer for stage in launch(worker, 2, threads=True, timeout_seconds=30.0) for answer in stage]
 
-    assert kinds(tiny) == [{nn.Sequential}] * 2
-    assert kinds(changed(tiny, train__compile=True)) == [{Compiled}] * 2
-    assert kinds(changed(tiny, train__compile=True, train__recompute_every=1)) == [{Compiled}] * 2
+    assert ask() == [None] * 4
+    assert ask(train__compile=True) == [([], "inductor")] * 4
+    assert ask(train__compile=True, train__recompute_every=1) == [(["block0", "block1"], "inductor")] * 4
 
 
 # ---- what it learns

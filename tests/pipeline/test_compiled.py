@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -45,7 +46,11 @@ NUM_STEPS = 5
 
 @pytest.fixture(autouse=True)
 def _fresh():
+    """What was compiled holds tensors without data, which the tests that look for live ones would find."""
     torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    gc.collect()
 
 
 def groups_of(lam: float) -> list[Group]:
