@@ -9,7 +9,7 @@ never make it wait. Weights and tokens are random. Counted is the steady state: 
 the warm-up to that of the last step, so compiling, filling and draining are left out.
 
 - step: device time from one step to the next. tokens/s and MFU are made of it alone.
-- forward, backward: of a microbatch, medians. On a GPU the update of the batch before runs between them, on one stream.
+- forward, backward: of a microbatch, medians. The update of the batch before runs beside some of them.
 - update: what a step takes beyond its forwards and backwards; and beside them, from its beginning to its end.
 - MFU: model FLOPs over the peak. For every token 6 per weight of the stage's matrices (of experts, those that it goes
   through; the head's where the stage has it; never the embedding's), and 12 * dim for every position that attention
@@ -79,7 +79,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="muon")
     parser.add_argument("--newton-schulz-dtype", choices=("float64", "float32", "bfloat16"), help="bfloat16 on CUDA")
     parser.add_argument("--error-feedback", type=float, default=1.0)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"))
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="bfloat16 has float32 masters"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--recompute-every", type=int, default=0)
     parser.add_argument("--loss-chunk-tokens", type=int, default=0)
@@ -119,7 +121,8 @@ def configure(given: argparse.Namespace) -> Config:
             steps=given.steps,
             microbatch_size=given.microbatch_size,
             device=given.device,
-            dtype=given.dtype,
+            dtype="float64" if given.dtype == "float64" else "float32",
+            compute_dtype=given.dtype,
             compile=given.compile,
             recompute_every=given.recompute_every,
             loss_chunk_tokens=given.loss_chunk_tokens,

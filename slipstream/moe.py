@@ -49,6 +49,9 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
+    keeps_dtype = ("bias",)
+    """Beside coarser weights too: its steps are small, and its gradient counts tokens."""
+
     def __init__(self, dim: int, num_experts: int, experts_per_token: int) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token

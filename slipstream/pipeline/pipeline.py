@@ -54,7 +54,8 @@ class Pipeline:
                        and after the last; their losses are averaged unless evaluation_scale says otherwise
     layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
     dtype              of the working copies of the weights, and with them of what is computed; None: that of the
-                       layers. In a coarser one, masters in the layers' own are kept besides
+                       layers. In a coarser one, masters in the layers' own are kept besides. Parameters that their
+                       module names in an attribute `keeps_dtype` stay as they are
     gradient_dtype     that a batch's gradients are added up in; None: that of the working copies
     reduction_dtype    that the gradients of replicas are added up in; None: that of the gradients
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)

@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
+from harness import (
+    EXPERTS,
+    Task,
+    even_cut,
+    forks,
+    language_model,
+    largest_difference,
+    network,
+    run_pipeline,
+    run_reference,
+)
 from torch import Tensor
 
 from slipstream import Group, Pipeline, launch
-from slipstream.optim import muon_and_adamw
+from slipstream.optim import balance_experts, muon_and_adamw
 from slipstream.pipeline import update
 from slipstream.pipeline.comm import Transport
 
@@ -193,3 +203,27 @@ def test_the_cosine_of_updates_is_known_from_a_sample(monkeypatch):
         assert cosines[1] == pytest.approx(cosines[0], abs=1e-3)
         assert cosines[2] == pytest.approx(cosines[0], abs=0.2)
         assert name == "rest" or cosines[2] != cosines[1]  # the rest are biases, which are no more than a sample
+
+
+def test_the_bias_of_a_router_stays_as_fine_as_it_is():
+    """Its gradient counts tokens, and in bf16 257 is 256."""
+    task = coarse(language_model(tied=False, **EXPERTS), torch.bfloat16)
+
+    def worker(transport: Transport) -> dict[str, torch.dtype]:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=[balance_experts(0.01), *groups()],
+            num_microbatches=2,
+            num_steps=3,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.float64,
+        )
+        list(pipeline.run())
+        return {name: parameter.dtype for name, parameter in pipeline.versions.parameters(0).items()}
+
+    for dtypes in launch(worker, 2, threads=True):
+        for name, dtype in dtypes.items():
+            assert dtype == (torch.float64 if name.endswith("router.bias") else torch.bfloat16), name
