@@ -23,7 +23,7 @@ from .clock import Activity, Clock, Mark, TimeSplit
 from .comm import Transport
 from .link import Message, PeerLost
 from .partition import Tied
-from .reduction import Finished, Reducer, Sums
+from .reduction import Finished, Reducer, Requests, Sums
 from .sharding import gather_masters, share
 from .staging import to_host
 from .streams import Event, Streams
@@ -66,6 +66,8 @@ class StepReport:
     """Per group, of the two updates before this one."""
     skipped: bool
     """An inf or a nan was seen, and the update left out."""
+    save: bool
+    """Some process asked for a checkpoint after this update."""
     delay: int
     """Updates made on this stage between the forward of the batch's first microbatch and this update, less its own."""
 
@@ -104,6 +106,8 @@ class Task:
     """By step: what a microbatch's loss is multiplied by, so that a step's losses add up to the batch's loss."""
     evaluation: Callable[[int], tuple[Any, Any]] | None = None
     evaluation_scale: float = 1.0
+    requests: Callable[[], Requests] = Requests
+    """Asked at the end of every batch: what this process would like to be done."""
     skip_non_finite: bool = False
     """Leave an update out when inf or nan shows up, instead of raising."""
 
@@ -160,7 +164,8 @@ class Executor:
         self._pending: Pending | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
         self._copied: Event = None
-        self._last_step: int | None = None
+        self.end: int | None = schedule.num_steps
+        """Steps after which the run is over; less than planned, once a stop has been asked for."""
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
@@ -173,6 +178,8 @@ class Executor:
                 for action in self._announced(actions):
                     if (report := self._play(action)) is not None:
                         yield report
+                    if self._is_stopped():
+                        break
                 self._transport.flush()
             self.clock.finish()
         except PeerLost as lost:
@@ -199,12 +206,31 @@ class Executor:
         """Every action when those that follow it have been announced."""
         ahead: deque[Action] = deque()
         for action in actions:
+            if self._is_beyond(action):
+                continue
             with self._streams.computing():
                 self._expect(action)
             ahead.append(action)
             if len(ahead) > LOOKAHEAD:
                 yield ahead.popleft()
         yield from ahead
+
+    # ---- the end, when it comes before its time
+
+    def _shorten(self, step: int) -> None:
+        """A stop was asked for, and every stage learns it with the sums of `step`. By then none of them has begun, or
+        announced to its neighbours, a batch beyond the last that is still to be finished."""
+        announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
+        end = step + 1 + max(map(self._schedule.delay, range(self._schedule.num_stages))) + announced
+        self.end = end if self.end is None else min(end, self.end)
+
+    def _is_beyond(self, action: Action) -> bool:
+        is_batch = action.op is not Op.EVALUATE
+        return self.end is not None and is_batch and action.microbatch >= self.end * self._schedule.num_microbatches
+
+    def _is_stopped(self) -> bool:
+        """Not where the run ends as planned: an evaluation may follow the last update."""
+        return self.end is not None and self.end != self._schedule.num_steps and self._versions.newest >= self.end
 
     def _play(self, action: Action) -> StepReport | EvaluationReport | None:
         self.action = action
@@ -296,6 +322,7 @@ class Executor:
             self._updater.products,
             self.clock.split().utilisation,
             self.clock.split_since_last(),
+            self._requests(),
         )
         self._batch_loss = None
         has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
@@ -307,6 +334,12 @@ class Executor:
         else:
             update = self._beside(finished, lambda: self._update_beside(step, finished))
             self._pending = Pending(lambda action: self._take_update(action, update()))
+
+    def _requests(self) -> Tensor:
+        requests = self._task.requests()
+        # Nearly always nothing is asked for: no reason to send that to a device.
+        numbers = torch.zeros(len(requests), device=self._device)
+        return torch.tensor(requests, device=self._device).to(numbers.dtype) if any(requests) else numbers
 
     def _beside(self, finished: Finished, work: Callable[[], Result]) -> Callable[[], Result]:
         """Does it in the background, beside the stage's other actions. What comes back waits for it."""
@@ -354,6 +387,8 @@ class Executor:
             self._updater.skip()
         else:
             raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
+        if sums.requests.stop and self.end == self._schedule.num_steps:
+            self._shorten(step)
         if self._owners is not None:
             waiting = lambda: f"the other replicas' part of the update of step {step}"  # noqa: E731
             share(self._transport, self._owners, self._versions.next_weights(), waiting)
@@ -371,6 +406,7 @@ class Executor:
                 for group, products in zip(self._groups, sums.products, strict=True)
             },
             skipped=sums.non_finite is not None,
+            save=sums.requests.save,
             delay=step - self._first_read.pop(step),
         )
 

@@ -25,6 +25,7 @@ from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
+from .reduction import Requests
 from .sharding import assign_owners, gather_masters
 from .state import StageState, StateError, flatten, restore_parameter, unflatten
 from .update import Updater
@@ -64,6 +65,9 @@ class Pipeline:
     compile            run the layers through torch.compile, those of a kind through one graph; or the name of another
                        backend than torch's own
     prepare            called with this stage's layers before anything else, to initialise or move them
+    requests           asked at the end of every batch: what this process would like. A stop that any of them asks for
+                       ends the run a few steps later, on all of them after the same update; a StepReport says when to
+                       save
     start              a state to go on from, of this stage (see `state`); num_steps counts from the run's beginning
     """
 
@@ -99,6 +103,7 @@ class Pipeline:
         recompute: Collection[str] = (),
         compile: bool | Backend = False,
         prepare: Callable[[nn.Sequential], None] | None = None,
+        requests: Callable[[], Requests] | None = None,
         start: StageState | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -127,7 +132,7 @@ class Pipeline:
             ),
             groups,
             bool(tied),
-            skip_non_finite,
+            skip_non_finite or requests is not None,
             bool(recompute),
             bool(compile),
         )
@@ -168,6 +173,7 @@ class Pipeline:
                 loss_scale=loss_scale or (lambda step: 1 / (num_microbatches * transport.num_replicas)),
                 evaluation=evaluation,
                 evaluation_scale=(1 / max(1, num_evaluations)) if evaluation_scale is None else evaluation_scale,
+                requests=requests or Requests,
                 skip_non_finite=skip_non_finite,
             ),
             device=device,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream import Group, Pipeline, StepReport, launch
 from slipstream.optim import muon_and_adamw
+from slipstream.pipeline import Requests
 from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.state import StageState, StateError, check_names
 
@@ -185,3 +186,83 @@ def test_names_that_do_not_fit_are_listed():
     with pytest.raises(StateError, match=r"^c is missing; d is not in the model; b is \(1, 3\), not \(3, 1\)$"):
         check_names(found, expected)
     check_names(expected, expected)
+
+
+# ---- what one process asks for, all do
+
+
+@pytest.mark.parametrize(("stages", "replicas", "options"), [
+    (1, 1, {"num_microbatches": 1}),
+    (3, 1, {"num_microbatches": 3}),
+    (3, 1, {"num_microbatches": 5, "depth": "double"}),
+    (3, 1, {"num_microbatches": 2, "schedule": "one_f_one_b"}),
+    (3, 1, {"num_microbatches": 1, "schedule": "pipedream"}),
+    (2, 2, {"num_microbatches": 2}),
+    (2, 2, {"num_microbatches": 2, "shard_optimizer": True}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("asked_by", [0, -1])
+def test_a_stop_that_one_process_asks_for_ends_all_after_the_same_update(stages, replicas, options, asked_by):
+    """And the run that goes on from there ends where it would have."""
+    task = language_model(tied=False)
+    num_steps = 40
+
+    def go(start: StageState | None, stops: bool) -> list[tuple[dict[str, Tensor], list[int], StageState]]:
+        def worker(transport: Transport) -> tuple[dict[str, Tensor], list[int], StageState]:
+            rank = transport.replica * stages + transport.stage
+            num_asked = 0
+
+            def requests() -> Requests:
+                nonlocal num_asked
+                num_asked += 1
+                return Requests(stop=stops and rank == asked_by % (stages * replicas) and num_asked == 6)
+
+            pipeline = Pipeline(
+                transport,
+                copy.deepcopy(task.model),
+                data=task.data,
+                loss=task.loss,
+                optimizer=groups(),
+                num_steps=num_steps,
+                evaluation=lambda microbatch: task.data(10**6, microbatch),
+                requests=requests,
+                start=start,
+                **EVALUATIONS,
+                **options,
+            )
+            steps = [report.step for report in pipeline.run() if isinstance(report, StepReport)]
+            return pipeline.weights(), steps, pipeline.snapshot()()
+
+        return launch(worker, stages, num_replicas=replicas, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+
+    whole, stopped = go(None, stops=False), go(None, stops=True)
+    steps = stopped[0][1]
+    assert 6 <= len(steps) < 20 and all(other == steps for _, other, _ in stopped)
+    again = go(merged([(w, [], {len(steps): s}) for w, _, s in stopped], len(steps)), stops=False)
+    for (weights, *_), (expected, *_) in zip(again, whole, strict=True):
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def test_a_save_that_one_process_asks_for_is_reported_to_all_after_the_same_update():
+    task = network()
+
+    def worker(transport: Transport) -> list[int]:
+        num_asked = 0
+
+        def requests() -> Requests:
+            nonlocal num_asked
+            num_asked += 1
+            return Requests(save=(transport.replica, transport.stage) == (1, 0) and num_asked in (3, 4))
+
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=groups(),
+            num_steps=8,
+            num_microbatches=2,
+            requests=requests,
+        )
+        return [report.step for report in pipeline.run() if isinstance(report, StepReport) and report.save]
+
+    assert launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS) == [[2, 3]] * 4
