@@ -185,6 +185,23 @@ class EvaluationSection:
 
 
 @dataclass(frozen=True)
+class CheckpointSection:
+    every_steps: int = 0
+    """Save after every so many steps; 0: not by steps."""
+    every_minutes: float = 0.0
+    """Save when so many minutes have passed; 0: not by the clock."""
+    at_end: bool = True
+    """Save after the last step. After SIGTERM, which stops a run within a few steps, and after SIGUSR1, which does not,
+    it is saved in any case."""
+    keep_last: int = 2
+    """How many checkpoints stay, the newest of them."""
+    keep_every: int = 0
+    """Those of every so many steps stay too; 0: none."""
+    resume: bool = False
+    """Go on from the run's newest complete checkpoint. Where there is none, begin."""
+
+
+@dataclass(frozen=True)
 class RunSection:
     name: str = "default"
     """The run's folder below `folder`."""
@@ -206,6 +223,7 @@ class Config:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     run: RunSection = field(default_factory=RunSection)
 
 
@@ -270,6 +288,10 @@ AT_LEAST = {
     "optimizer.newton_schulz_steps": 1,
     "evaluation.every_steps": 0,
     "evaluation.batches": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.every_minutes": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
     "run.log_every_steps": 1,
     "run.trace_actions": 0,
 }
@@ -358,6 +380,11 @@ def _validate_pipeline(config: Config) -> None:
         raise ConfigError(
             "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
             "paci it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'"
+        )
+    if section.schedule == "paci" and config.checkpoint.resume:
+        raise ConfigError(
+            "checkpoint.resume = true needs the weights that microbatches in flight have read, and paci overwrites "
+            "them: begin anew, or use another schedule"
         )
     try:
         schedule_of(config)

@@ -31,7 +31,7 @@ TENSOR = "tensor"
 class StageState:
     step: int
     """Updates made."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """What is no tensor, in JSON: {"optimizer": {NAME: ...}, "groups": {GROUP: ...}, "coefficients": {GROUP: ...}}"""
 
