@@ -70,9 +70,12 @@ class Writer:
 
     @property
     def last_committed(self) -> int | None:
-        """The newest step that is committed, up to that of `last_written`."""
+        """The newest step that is committed, up to that of `last_written`; None, too, where the folder cannot be read."""
         written = self.last_written
-        return max((step for step in self._store.steps() if written and step <= written.step), default=None)
+        try:
+            return max((step for step in self._store.steps() if written and step <= written.step), default=None)
+        except CheckpointError:
+            return None
 
     def wait(self, timeout: float | None = None) -> None:
         """Until what was submitted is on disk, or has failed; at most so many seconds."""

@@ -11,13 +11,8 @@ from samples import in_child, interrupt, kill_me, mark_of, no_damage, write_all
 
 from slipstream.checkpoint import CheckpointError, Store
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
 MAX_OPERATIONS = 200
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process leaves what it wrote to the system, synced or not; an fsync is an operation all the same."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ from samples import make_part, mark_of, no_damage, restamp, write_all
 
 from slipstream.checkpoint import CheckpointError, Part, Store
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
 FILES = ["manifest.json", "stage-0.json", "stage-1.safetensors"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, quick_disk: None) -> Path:
     """Two checkpoints, of which the newer will be harmed."""
     store = Store(tmp_path / "checkpoints")
     write_all(store, 1, 1)

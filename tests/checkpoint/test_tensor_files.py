@@ -60,6 +60,14 @@ def test_what_the_package_writes_is_read(tmp_path, tensors):
         assert_same(dict(header.read(file, tensors)), tensors)
 
 
+def test_every_tensor_is_aligned(tmp_path, tensors):
+    write_file(tmp_path / "ours.safetensors", stream(tensors))
+    with open_plain(tmp_path, "ours.safetensors") as file:
+        header = read_header(file, tmp_path / "ours.safetensors")
+    assert header.data_start % 8 == 0
+    assert all(entry.start % entry.dtype.itemsize == 0 for entry in header.entries.values())
+
+
 def test_a_part_may_have_no_tensors(tmp_path):
     store = Store(tmp_path)
     store.write(0, Part("facts-only", {}, {}), 1)

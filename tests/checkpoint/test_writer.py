@@ -73,6 +73,9 @@ def test_the_last_committed_waits_for_the_others(store, said):
         if step == 1:
             store.write(1, make_part("stage-1", 1), 2)
     assert writer.last_written.step == 2 and writer.last_committed == 1
+    store.folder.rename(store.folder.with_name("elsewhere"))
+    store.folder.touch()
+    assert writer.last_committed is None
 
 
 def test_a_full_disk_is_said_and_training_goes_on(store, said, monkeypatch):
