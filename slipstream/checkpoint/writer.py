@@ -70,7 +70,7 @@ class Writer:
 
     @property
     def last_committed(self) -> int | None:
-        """The newest step that is committed, up to that of `last_written`; None, too, where the folder cannot be read."""
+        """The newest step that is committed, up to that of `last_written`; None where the folder cannot be read."""
         written = self.last_written
         try:
             return max((step for step in self._store.steps() if written and step <= written.step), default=None)
