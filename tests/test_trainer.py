@@ -53,6 +53,7 @@ def test_a_run_leaves_everything_behind(finished):
         "trace.json",
         "timeline.svg",
         "loss.png",
+        "checkpoints",
     }
     assert load_toml(folder / "config.toml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

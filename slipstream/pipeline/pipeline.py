@@ -10,6 +10,7 @@ launch(worker, num_stages=2)
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -246,6 +247,8 @@ class Pipeline:
             for name, parameter in self.versions.parameters(self.versions.newest - lag).items():
                 if name in names:
                     tensors[f"working/{lag}/{names[name]}"] = parameter
+        if is_first or self._owners is not None:
+            tensors[f"products/{self.transport.stage}.{self.transport.replica}"] = self.updater.products
         return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
 
     def snapshot(self) -> Callable[[], StageState]:
@@ -277,6 +280,11 @@ class Pipeline:
             restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors))
         samples = {name: tensors[f"sample/{c}"] for name, c in names.items() if f"sample/{c}" in tensors}
         self.updater.restore(start.facts, samples)
+        # They are summed over stages, and over replicas that share the optimizer: one of them has it all.
+        if self.transport.stage == 0 and (self.transport.replica == 0 or self._owners is None):
+            products = [tensors[name] for name in sorted(tensors) if name.startswith("products/")]
+            total = [math.fsum(column) for column in zip(*(part.flatten().tolist() for part in products), strict=True)]
+            self.updater.products.copy_(torch.tensor(total, dtype=torch.float64).view_as(self.updater.products))
 
 
 def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:

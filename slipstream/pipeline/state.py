@@ -7,7 +7,7 @@ is what those batches will read:
     working/LAG/NAME     the weight version LAG before the newest, where the masters do not tell it
     optimizer/NAME/KEY   the optimizer's state of a parameter
     sample/NAME          of mixed precision: what the next update is compared with
-    random/STAGE/DEVICE  of the generators, when the first batch that is not finished began
+    products/STAGE       of the two latest updates, which the next report tells
 
 A weight that several stages hold goes by its name on the first of them. Where replicas share the optimizer, each
 remembers what it owns; of everything else the first replica does.
