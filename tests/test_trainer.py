@@ -137,7 +137,9 @@ def test_a_run_is_not_overwritten_unless_it_is_asked_for(tiny):
     train(tiny)
     folder = Path(tiny.run.folder, tiny.run.name)
     (folder / "of_before").touch()
-    with pytest.raises(ConfigError, match=r"run\.name = 'tiny' has been used, .* exists: choose another, or set run"):
+    with pytest.raises(
+        ConfigError, match=r"run\.name = 'tiny' has been used, .* exists: choose another, set checkpoint.resume "
+    ):
         train(tiny)
     assert (folder / "of_before").exists()
     train(changed(tiny, run__overwrite=True))

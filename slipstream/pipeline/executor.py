@@ -207,6 +207,8 @@ class Executor:
         ahead: deque[Action] = deque()
         for action in actions:
             if self._is_beyond(action):
+                if action.op is Op.UPDATE:  # all that is still to be played comes before it
+                    break
                 continue
             with self._streams.computing():
                 self._expect(action)
