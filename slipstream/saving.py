@@ -2,7 +2,7 @@
 
     store = checkpoint_store(config, folder, attempt)
     found = newest(store, config, model, say)                the checkpoint to go on from, if there is one
-    saver = Saver(config, transport, store, wishes, say)     in every process, beside its stage
+    saver = Saver(config, model, transport, pipeline, ...)   in every process, beside its stage
 
 A stage is saved after its own update c, while the others are still before or already past theirs: nothing is drained. A
 checkpoint is complete when all parts of c are there.
@@ -93,21 +93,33 @@ class Saver:
         num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None
+        self._is_owed = False
 
     def after(self, report: StepReport) -> None:
         """Call it with every report, before the next one is asked for."""
         done = report.step + 1
-        if report.save or (self._every and done % self._every == 0):
+        is_due = report.save or (self._every > 0 and done % self._every == 0)
+        if not report.busy and (is_due or self._is_owed):
+            self._is_owed = False
             self._save(done)
+        elif is_due:
+            # All leave it out: a step that some save and others do not is no checkpoint, and were they busy in turns,
+            # there would never be one. What somebody asked for is made up for.
+            self._is_owed = self._is_owed or report.save
+            if self._is_writing:
+                self._writer.leave_out(done)
 
-    def finish(self, was_stopped: bool) -> int | None:
-        """At the end of a run: what is still to be saved, and the step of the latest checkpoint if it is complete."""
+    @property
+    def is_busy(self) -> bool:
+        return self._writer.is_busy
+
+    def finish(self, was_stopped: bool) -> None:
+        """At the end of a run: what is still to be saved. The others may not be done with theirs."""
         done = self._pipeline.versions.newest
         self._writer.wait()
         if (self._at_end or was_stopped) and self._latest != done:
             self._save(done)
         self._writer.close()
-        return self._latest
 
     def _save(self, step: int) -> None:
         if not self._is_writing:

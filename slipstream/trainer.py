@@ -14,8 +14,9 @@ import secrets
 import shutil
 import statistics
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
 from .expectation import Expectation
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen, draw_losses, finite
 from .model import initialise, num_parameters
 from .parts import Parts, check, recomputed_layers
-from .pipeline import Pipeline, StepReport, Transport, launch, under_torchrun
+from .pipeline import Pipeline, PipelineError, Requests, StepReport, Transport, launch, under_torchrun
 from .pipeline.clock import Activity, Span
 from .pipeline.comm import gather_objects
 from .saving import SIGNALS, Saver, Wishes, checkpoint_store, newest, state_of, sync_start_steps
 from .schedule import Action, Schedule
 from .schedule.render import svg
+from .status import status_file
 from .trace import TraceError, chrome_trace, measured_timeline, steady_window
+
+NUM_LAST_ACTIONS = 40
+"""Spans that a stage leaves behind when the run fails."""
 
 
 def run_folder(config: Config) -> Path:
@@ -53,12 +58,14 @@ def train(config: Config) -> None:
         _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
     parts = check(config)
     store = checkpoint_store(config, folder)
-    found = newest(store, config, parts.model, Screen().print) if config.checkpoint.resume else None
-    if found is not None and found.step == config.train.steps:
-        if is_first:
-            Screen().print(f"{folder} has made its {found.step} steps: raise train.steps to go on")
-        return
-    if is_first:
+    # One process decides: others might look while this one puts away what a crash has left, and see something else.
+    found = newest(store, config, parts.model, Screen().print) if config.checkpoint.resume and is_first else None
+    is_over = found is not None and found.step == config.train.steps and _has_summary(folder, found.step)
+    if is_over:
+        Screen().print(f"{folder} has made its {config.train.steps} steps: raise train.steps to go on")
+        if not under_torchrun():  # whose other processes have yet to hear of it
+            return
+    elif is_first:
         _make_folder(folder, config, keep=config.checkpoint.resume)
         store.clean()
         if found is not None:
@@ -74,8 +81,7 @@ def train(config: Config) -> None:
         partial(
             train_stage,
             config=config,
-            attempt=_attempt(),
-            resumed_at=None if found is None else found.step,
+            beginning=Beginning(secrets.token_hex(8), None if found is None else found.step, is_over),
             # Only a main thread is told of signals.
             wishes=Wishes(config.checkpoint.every_minutes) if is_threaded else None,
         ),
@@ -92,17 +98,35 @@ def train(config: Config) -> None:
     )
 
 
-def _attempt() -> str:
-    """The same for all processes of a launch."""
-    if not under_torchrun():
-        return secrets.token_hex(4)
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    return hashlib.sha256(" ".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
+@dataclass(frozen=True)
+class Beginning:
+    """What all processes of a launch must see alike."""
+
+    attempt: str | None = None
+    """See `Store`."""
+    resumed_at: int | None = None
+    """The step of the checkpoint that the run goes on from."""
+    is_over: bool = False
+    """There is nothing left to do."""
+
+    def as_first(self, transport: Transport) -> Beginning:
+        """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
+        return Beginning(**json.loads(transport.as_first("beginning", json.dumps(asdict(self)))))
+
+
+def _has_summary(folder: Path, step: int) -> bool:
+    """A run may be killed between its last checkpoint and its end, and owe a summary."""
+    try:
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"] == step
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
     try:
         if not (folder.exists() or folder.is_symlink()):
+            return
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):  # of a run that was killed there
             return
         is_run = (folder / "config.toml").exists() and not folder.is_symlink()
     except OSError as error:
@@ -125,7 +149,7 @@ def _make_folder(folder: Path, config: Config, keep: bool) -> None:
     try:
         if folder.exists() and not keep:
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=keep)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -140,21 +164,23 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 def train_stage(
     transport: Transport,
     config: Config,
-    attempt: str | None = None,
-    resumed_at: int | None = None,
+    beginning: Beginning,
     wishes: Wishes | None = None,
 ) -> None:
-    """One stage of a run, in whatever process or thread it was put. resumed_at: the step of the checkpoint that the run
-    goes on from."""
+    """One stage of a run, in whatever process or thread it was put."""
+    beginning = beginning.as_first(transport)
+    if beginning.is_over:
+        return
     parts = check(config)
     device = torch.device(config.train.device)
     if device.type == "cpu" and config.pipeline.transport == "process":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (transport.num_stages * transport.num_replicas)))
     speaks = transport.stage == 0 and transport.replica == 0
-    store = checkpoint_store(config, run_folder(config), attempt)
-    found = None if resumed_at is None else store.open(resumed_at, verify=False)
-    wishes = wishes or Wishes(config.checkpoint.every_minutes if speaks else 0.0)
-    pipeline = make_pipeline(transport, config, parts, wishes, found)
+    store = checkpoint_store(config, run_folder(config), beginning.attempt)
+    found = None if beginning.resumed_at is None else store.open(beginning.resumed_at, verify=False)
+    asked = wishes or Wishes(config.checkpoint.every_minutes if speaks else 0.0)
+    pipeline = make_pipeline(transport, config, parts, lambda: asked()._replace(busy=saver.is_busy), found)
+    pipeline.executor.clock.watcher = status_file(transport.stage, transport.replica)
     is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
     tokens_per_step = parts.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
@@ -170,30 +196,67 @@ def train_stage(
             if isinstance(report, StepReport):
                 delays.append(report.delay)
                 losses.append(report.loss)
-                saver.after(report)
-                if metrics:
+                if metrics:  # before the step is saved: a run that goes on from there does not say it again
                     metrics.step(report, parts.learning_rates(report.step))
+                saver.after(report)
             else:
                 val_loss = report.loss
                 if metrics:
                     metrics.evaluation(report)
+    except Exception as error:
+        with suppress(OSError):
+            _leave_actions(folder, transport, pipeline, error)
+        raise
     finally:
         seconds = metrics.close() if metrics else 0.0
     was_stopped = pipeline.executor.end != config.train.steps
-    saved = saver.finish(was_stopped)
+    saver.finish(was_stopped)
     stages = _gather_stages(transport, pipeline, delays, config)
     if metrics:
         summary = _summary(config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
         _leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
-        if was_stopped:
-            screen.print(f"stopped after step {saved}, and saved: go on with --checkpoint.resume")
+    if was_stopped:
+        _say_where_it_stopped(transport, store, pipeline.versions.newest, device, screen.print if metrics else None)
+
+
+def _say_where_it_stopped(
+    transport: Transport, store: Store, step: int, device: torch.device, say: Callable[[str], None] | None
+) -> None:
+    """say: of the stage that speaks for all. To leave with success without having saved would be a lie."""
+    if transport.num_replicas > 1:  # of this replica, all have finished writing: their summaries are here
+        transport.add_replicas([torch.zeros(1, device=device)]).wait(lambda: "the other replicas' last checkpoint")
+    if say is None:
+        return
+    steps = store.steps()
+    if step not in steps:
+        newest_step = f"the newest is of step {steps[-1]}" if steps else "there is no other"
+        raise PipelineError(transport.fail(f"stopped after step {step}, which has no checkpoint: {newest_step}"))
+    say(f"stopped after step {step}, and saved: go on with --checkpoint.resume")
+
+
+def _leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error: Exception) -> None:
+    """What this stage was at last, beside the one sentence that all stages agree on."""
+    replica = f".replica-{transport.replica}" if transport.num_replicas > 1 else ""
+    spans = sorted(pipeline.executor.clock.latest, key=lambda span: span.end)[-NUM_LAST_ACTIONS:]
+    lines = [
+        f"stage {transport.stage} of replica {transport.replica}, process {os.getpid()}",
+        f"{type(error).__name__}: {error}",
+        f"updates made: {pipeline.versions.newest}; at: {pipeline.executor.action}",
+        "",
+        "   start s       end s  activity          action",
+    ]
+    for span in spans:
+        beside = " (in the background)" if span.in_background else ""
+        activity = span.activity.name.lower()
+        lines.append(f"{span.start:10.4f}  {span.end:10.4f}  {activity:<16}  {span.action}{beside}")
+    (folder / f"stage-{transport.stage}{replica}.actions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def make_pipeline(
     transport: Transport,
     config: Config,
     parts: Parts,
-    wishes: Wishes | None = None,
+    requests: Callable[[], Requests] | None = None,
     found: Checkpoint | None = None,
 ) -> Pipeline:
     """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any. found: a
@@ -237,7 +300,7 @@ def make_pipeline(
         recompute=recomputed_layers(config, parts.model),
         compile=config.train.compile,
         prepare=materialise,
-        requests=wishes,
+        requests=requests,
         start=None if found is None else state_of(found),
         device=device,
     )
@@ -306,7 +369,8 @@ def _summary(
     parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
     checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
     utilisations = [stage["utilisation"] for stage in stages]
-    delays = [delay for stage in stages for delay in stage["delays"]]
+    # A run that was killed after its last update has none left to make, and owes this summary alone.
+    delays = [delay for stage in stages for delay in stage["delays"]] or [0]
     tokens = parts.batches.num_tokens(0) * (end - first_step)
     tail = losses[-max(1, len(losses) // 20) :]
     return {

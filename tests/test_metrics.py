@@ -29,6 +29,7 @@ def report(step: int, loss: float = 2.5) -> StepReport:
         alignments={"all": Alignment(math.nan, math.nan)},
         skipped=False,
         save=False,
+        busy=False,
         delay=1,
     )
 

@@ -36,19 +36,28 @@ class Writer:
         self._began = 0.0
         self._closed = False
 
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def leave_out(self, step: int) -> None:
+        """Because this process, or one of the others, is still writing the one before."""
+        self.num_left_out += 1
+        if self.num_left_out > 1:
+            return
+        since = f" has been under way for {time.perf_counter() - self._began:.1f} s" if self.is_busy else " is not done"
+        self._say(
+            f"step {step} has no checkpoint, for that of step {self._step}{since}: the disk is slower than checkpoints "
+            "are asked for, save less often (further ones are left out silently)"
+        )
+
     def submit(self, step: int, make: Callable[[], Part]) -> bool:
         """make is called in the thread (it waits for a device copy, say). False: the one before is still being written,
         and this one is left out."""
         if self._closed:
             raise RuntimeError("this writer is closed: make another")
-        if self._thread is not None and self._thread.is_alive():
-            self.num_left_out += 1
-            if self.num_left_out == 1:
-                self._say(
-                    f"step {step} has no checkpoint, for that of step {self._step} has been under way for "
-                    f"{time.perf_counter() - self._began:.1f} s: the disk is slower than checkpoints are asked for, "
-                    "save less often (further ones are left out silently)"
-                )
+        if self.is_busy:
+            self.leave_out(step)
             return False
         self._step, self._began = step, time.perf_counter()
         # A daemon: a process that fails must not wait for a copy from a device that is gone.

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,15 @@ class Span(NamedTuple):
     """Beside other spans of the stage."""
 
 
+class Watcher(Protocol):
+    """Is told what the stage is at, as the host sees it."""
+
+    def at(self, activity: Activity, action: Action | None) -> None: ...
+
+    def beside(self, is_updating: bool) -> None:
+        """An update in the background begins or ends."""
+
+
 class _Reading(NamedTuple):
     num_actions: int
     seconds: tuple[float, ...]
@@ -111,6 +120,7 @@ class Clock:
         self._reported = self._read()
         self._passing: deque[tuple[torch.cuda.Event, Activity, Action | None]] = deque()
         self._in_background: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self.watcher: Watcher | None = None
         self._origin = self.mark()
         self.started_at = time.time()
         """On the calendar's clock, which stages on one machine share."""
@@ -126,12 +136,20 @@ class Clock:
     def enter(self, activity: Activity, action: Action | None = None) -> None:
         """From now on the stage is at `activity`, for that action."""
         now = self.mark()
+        if self.watcher is not None:
+            self.watcher.at(activity, action)
         if isinstance(now, float):
             assert isinstance(self._origin, float)
             self._turn(now - self._origin, activity, action)
         else:
             self._passing.append((now, activity, action))
             self._collect(wait=False)
+
+    def mark_background(self, is_updating: bool) -> Mark:
+        """Where an update beside other actions begins or ends."""
+        if self.watcher is not None:
+            self.watcher.beside(is_updating)
+        return self.mark()
 
     def add_background(self, action: Action, start: Mark, end: Mark) -> None:
         """An update that was made beside other actions."""
@@ -171,6 +189,16 @@ class Clock:
 
     def _read(self) -> _Reading:
         return _Reading(self._num_actions, tuple(self._seconds))
+
+    @property
+    def latest(self) -> list[Span]:
+        """The spans, and as the last one what the stage is at now; on CUDA, as far as it is known yet."""
+        spans = list(self.spans)
+        if self._action is not None:
+            now = self.mark()
+            passed = now - self._origin if isinstance(now, float) and isinstance(self._origin, float) else self._since
+            spans.append(Span(self._action, self._activity, self._since, passed))
+        return spans
 
     def split(self) -> TimeSplit:
         """Of the steady window; all zero before there is one."""

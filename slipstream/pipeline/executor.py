@@ -68,6 +68,8 @@ class StepReport:
     """An inf or a nan was seen, and the update left out."""
     save: bool
     """Some process asked for a checkpoint after this update."""
+    busy: bool
+    """Some process was still writing one when the batch ended."""
     delay: int
     """Updates made on this stage between the forward of the batch's first microbatch and this update, less its own."""
 
@@ -363,8 +365,8 @@ class Executor:
 
     def _update_beside(self, step: int, finished: Finished) -> tuple[StepReport, Mark, Mark]:
         sums = self._reduce(step, finished)
-        start = self.clock.mark()
-        return self._make(step, finished, sums), start, self.clock.mark()
+        start = self.clock.mark_background(True)
+        return self._make(step, finished, sums), start, self.clock.mark_background(False)
 
     def _take_update(self, action: Action, made: tuple[StepReport, Mark, Mark]) -> StepReport:
         report, start, end = made
@@ -409,6 +411,7 @@ class Executor:
             },
             skipped=sums.non_finite is not None,
             save=sums.requests.save,
+            busy=sums.requests.busy,
             delay=step - self._first_read.pop(step),
         )
 

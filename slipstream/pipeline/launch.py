@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -174,7 +174,8 @@ def _launch_processes(
         # not copy the store's threads.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
-            pipe.send(store.port)
+            with suppress(BrokenPipeError, ConnectionResetError):  # killed already, which _collect will find
+                pipe.send(store.port)
         with _forwarding(forwarded, processes):
             return _collect(processes, pipes, store, terms.mesh)
     finally:

@@ -24,7 +24,7 @@ from .comm import Transport, Waiting
 from .partition import Tied
 
 NUM_PRODUCTS = 3
-NUM_REQUESTS = 2
+NUM_REQUESTS = 3
 NUM_TIMES = 1 + len(Activity)
 """Utilisation, and the seconds of every activity."""
 
@@ -34,6 +34,8 @@ class Requests(NamedTuple):
 
     save: bool = False
     stop: bool = False
+    busy: bool = False
+    """Still at the checkpoint before: to save now, all or none must be free."""
 
 
 @dataclass(frozen=True)
