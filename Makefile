@@ -2,13 +2,19 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: train test lint types format bench bench-bubble results clean
+.PHONY: train test test-faults lint types format bench bench-bubble results clean
 
 train: .venv/.installed
 	$(BIN)/slipstream train --run.overwrite
 
 test: .venv/.installed
 	$(BIN)/python -m pytest
+
+# Kills, stops and damage, on purpose: some twenty minutes on two cores.
+test-faults: .venv/.installed
+	$(BIN)/python -m faults.kills --kills 50
+	$(BIN)/python -m faults.kills --torchrun --kills 6
+	$(BIN)/python -m faults.others
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -47,7 +47,10 @@ class Metrics:
         self.earlier = _rows_before(path, schedule.first_step)
         """Of the part of the run that this one goes on from."""
         _rewrite(path, self.earlier)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        """By a disk that is full, say: kept until it is not."""
+        self._is_behind = False
         self._first_step = schedule.first_step
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
         self._screen = screen
@@ -115,11 +118,23 @@ class Metrics:
             self._validation = f"  val {report.loss:.4f}"
 
     def _write(self, **values: Any) -> None:
-        self._file.write(json.dumps(finite(values)) + "\n")
+        self._unwritten += (json.dumps(finite(values)) + "\n").encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_behind = False
+        except OSError as error:
+            if not self._is_behind:
+                self._screen.print(
+                    f"{self._file.name} cannot be written ({error.strerror}): rows are kept until it can"
+                )
+            self._is_behind = True
 
     def close(self) -> float:
         """Seconds from the start of the run to now."""
         self._progress.stop()
+        if self._unwritten:
+            self._screen.print(f"{self._file.name} lacks its last rows: {len(self._unwritten):,} bytes")
         self._file.close()
         return time.perf_counter() - self._started
 

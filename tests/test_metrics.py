@@ -105,3 +105,31 @@ def test_what_is_measured_stands_beside_what_the_simulator_expects(tmp_path, cap
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["expected_utilisation"] == pytest.approx(2 / 3)  # m / (m + P - 1)
     assert "utilisation 0.60 of 0.67 expected" in capsys.readouterr().out
+
+
+class FullDisk(io.BytesIO):
+    """Takes half of what it is given, and then nothing."""
+
+    name, is_full = "metrics.jsonl", True
+
+    def write(self, data: bytes) -> int:
+        if not self.is_full:
+            return super().write(data)
+        if len(self.getvalue()) > 0:
+            raise OSError(28, "No space left on device")
+        return super().write(data[: len(data) // 2])
+
+
+def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys):
+    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
+    disk = metrics._file = FullDisk()
+    metrics.step(report(0), {})
+    metrics.evaluation(EvaluationReport(0, 2.25))
+    assert disk.getvalue() and b"\n" not in disk.getvalue()
+    disk.is_full = False
+    metrics.step(report(1), {})
+    rows = [json.loads(line) for line in disk.getvalue().splitlines()]
+    assert [row["step"] for row in rows] == [0, 0, 1]
+    metrics.close()
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1 and "lacks" not in said

@@ -180,3 +180,29 @@ def test_stages_end_when_their_parent_is_killed(tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _leave_at_once(worker: object, rank: int, terms: object, pipe: object) -> None:
+    os._exit(3)
+
+
+@forks
+def test_a_stage_that_is_gone_before_it_is_told_anything_is_named(monkeypatch):
+    store = torch.distributed.TCPStore
+
+    def late(*args: object, **kwargs: object) -> torch.distributed.TCPStore:
+        time.sleep(0.5)  # all stages have left by then
+        return store(*args, **kwargs)
+
+    monkeypatch.setattr("slipstream.pipeline.launch._process_main", _leave_at_once)
+    monkeypatch.setattr("torch.distributed.TCPStore", late)
+    with pytest.raises(StageFailure, match=r"stage \d left without a word \(exit code 3\)"):
+        launch(lambda transport: None, 2, start_method="fork")
+
+
+@forks
+def test_all_processes_hear_what_the_first_one_says():
+    def worker(transport: Transport) -> str:
+        return transport.as_first("word", f"{transport.replica}.{transport.stage}")
+
+    assert launch(worker, 2, num_replicas=2, timeout_seconds=30, start_method="fork") == ["0.0"] * 4

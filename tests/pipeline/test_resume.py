@@ -243,15 +243,17 @@ def test_a_stop_that_one_process_asks_for_ends_all_after_the_same_update(stages,
 
 
 def test_a_save_that_one_process_asks_for_is_reported_to_all_after_the_same_update():
+    """And so is it that some are still busy with the one before."""
     task = network()
 
-    def worker(transport: Transport) -> list[int]:
+    def worker(transport: Transport) -> tuple[list[int], list[int]]:
         num_asked = 0
 
         def requests() -> Requests:
             nonlocal num_asked
             num_asked += 1
-            return Requests(save=(transport.replica, transport.stage) == (1, 0) and num_asked in (3, 4))
+            asks = (transport.replica, transport.stage) == (1, 0)
+            return Requests(save=asks and num_asked in (3, 4), busy=transport.stage == 1 and num_asked == 6)
 
         pipeline = Pipeline(
             transport,
@@ -263,6 +265,7 @@ def test_a_save_that_one_process_asks_for_is_reported_to_all_after_the_same_upda
             num_microbatches=2,
             requests=requests,
         )
-        return [report.step for report in pipeline.run() if isinstance(report, StepReport) and report.save]
+        reports = [report for report in pipeline.run() if isinstance(report, StepReport)]
+        return [r.step for r in reports if r.save], [r.step for r in reports if r.busy]
 
-    assert launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS) == [[2, 3]] * 4
+    assert launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS) == [([2, 3], [5])] * 4
