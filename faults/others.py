@@ -219,7 +219,7 @@ def read_only(case: Case) -> str:
 def _damaged(case: Case, damage: Callable[[Path], None]) -> str:
     """The newest checkpoint is named and left alone, and the one before it taken."""
     with case.start() as run:
-        reach(run, 10)
+        reach(run, 7)
         os.kill(run.pid, signal.SIGTERM)
         run.wait(60)
     *_, before, newest = committed(case.run_folder)

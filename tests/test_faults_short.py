@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
-SHAPE = Shape(stages=2, steps=20, every=3, timeout_seconds=20.0)
+SHAPE = Shape(stages=2, steps=15, every=3, timeout_seconds=20.0)
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,7 @@ class FullDisk(io.BytesIO):
 
 def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys):
     metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
+    metrics._file.close()
     disk = metrics._file = FullDisk()
     metrics.step(report(0), {})
     metrics.evaluation(EvaluationReport(0, 2.25))

@@ -194,7 +194,7 @@ def test_a_stage_that_is_gone_before_it_is_told_anything_is_named(monkeypatch):
         time.sleep(0.5)  # all stages have left by then
         return store(*args, **kwargs)
 
-    monkeypatch.setattr("slipstream.pipeline.launch._process_main", _leave_at_once)
+    monkeypatch.setattr(sys.modules["slipstream.pipeline.launch"], "_process_main", _leave_at_once)
     monkeypatch.setattr("torch.distributed.TCPStore", late)
     with pytest.raises(StageFailure, match=r"stage \d left without a word \(exit code 3\)"):
         launch(lambda transport: None, 2, start_method="fork")
