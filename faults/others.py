@@ -20,8 +20,9 @@ from slipstream.checkpoint import CheckpointError, Store
 
 from .runs import Run, Shape, committed, differences, undisturbed, until
 
-SHAPE = Shape(stages=4, steps=30, every=3, timeout_seconds=5.0)
-FAULTY_SECONDS = 4.0
+SHAPE = Shape(stages=4, steps=60, every=3, timeout_seconds=5.0)
+FAULTY_SECONDS = 1.5
+"""From the first save that fails; the training must last longer."""
 
 
 class Skipped(Exception):
@@ -37,6 +38,8 @@ class Case:
     faults: list[str]
     shape: Shape = SHAPE
     num_starts: int = 0
+    logs: Path | None = None
+    """By default, beside the run."""
 
     @property
     def run_folder(self) -> Path:
@@ -44,7 +47,7 @@ class Case:
 
     @contextmanager
     def start(self) -> Iterator[Run]:
-        log = self.folder / "logs" / f"{self.name}.{self.num_starts}.log"
+        log = (self.logs or self.folder / "logs") / f"{self.name}.{self.num_starts}.log"
         self.num_starts += 1
         run = Run(self.shape.arguments(self.folder, self.name), self.run_folder, log)
         try:
@@ -163,7 +166,7 @@ def full_disk(case: Case) -> str:
     place = case.folder / "small disk"
     place.mkdir()
     _mount("-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place))
-    small = Case(case.name, place, case.faults)
+    small = Case(case.name, place, case.faults, logs=case.folder / "logs")
     filler = place / "filler"
 
     def fill() -> None:
@@ -182,14 +185,14 @@ def full_disk(case: Case) -> str:
 
 
 def file_limit(case: Case) -> str:
-    """A disk that takes no more than 20 kB per file, for those who may not mount one."""
+    """A disk that takes no more than 100 kB per file, for those who may not mount one."""
 
     def limit(size: int) -> None:
         for pid in run.stages().values():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     with case.start() as run:
-        return _while_faulty(case, run, lambda: limit(20_000), lambda: limit(resource.RLIM_INFINITY))
+        return _while_faulty(case, run, lambda: limit(100_000), lambda: limit(resource.RLIM_INFINITY))
 
 
 def read_only(case: Case) -> str:

@@ -150,7 +150,10 @@ def _keep(details: str, folder: Path) -> str:
     if not details or not folder.is_dir():
         return ""
     path = folder / "failure.txt"
-    path.write_text(details, encoding="utf-8")
+    try:
+        path.write_text(details, encoding="utf-8")
+    except OSError:  # a disk that is full may be what failed
+        return ""
     return f" (traceback in {path})"
 
 
