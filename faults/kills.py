@@ -105,7 +105,9 @@ def torchrun_with_kills(
     run = Run(shape.arguments(folder, name), folder / name, folder / "logs" / f"{name}.log", shape.size, num_kills + 1)
     try:
         for _ in range(num_kills):
-            kill = _kill(run, shape, rng, num_kills - len(kills), 20.0, is_torchrun=True)
+            kill = None
+            while kill is None and run.code is None:  # between two starts there is nobody to kill
+                kill = _kill(run, shape, rng, num_kills - len(kills), 8.0, is_torchrun=True)
             if kill is None:
                 say(f"the training was over after {len(kills)} kills")
                 break
@@ -162,6 +164,7 @@ def _kill(
     elif not pid:
         early = children(run.pid)
         if not early:
+            time.sleep(0.1)
             return None
         part, pid = "a stage", rng.choice(early)
     else:
@@ -243,7 +246,7 @@ def main() -> None:
         for planned, num_kills in shapes.items():
             if not num_kills:
                 continue
-            shape = replace(planned, steps=max(20, 3 * num_kills))
+            shape = replace(planned, steps=max(20, (12 if given.torchrun else 3) * num_kills))
             began = time.monotonic()
             expected = undisturbed(shape, folder)
             disturb = torchrun_with_kills if given.torchrun else train_with_kills

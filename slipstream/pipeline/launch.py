@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import sys
 import threading
@@ -35,6 +36,10 @@ Worker = Callable[[Transport], Result]
 
 GRACE_SECONDS = 5.0
 """How long the other stages get to notice a failure and say what they waited for."""
+
+
+MEETING_PAUSE = 0.01
+"""Seconds between two looks of the first process for the others."""
 
 
 class StageFailure(RuntimeError):
@@ -118,7 +123,41 @@ def _join_torchrun(worker: Worker[Result], terms: Terms) -> Result:
             f"torchrun started {world_size} processes for {mesh.num_stages} stages{replicas}: make the two numbers the "
             "same"
         )
-    return _run_stage(worker, store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
+    try:
+        word = meet(store, rank, world_size, terms.timeout_seconds)
+    except (RuntimeError, ValueError) as error:
+        raise StageFailure(f"stage {rank} does not find the others: {error}") from error
+    own_store = dist.PrefixStore(word, store)
+    return _run_stage(worker, own_store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """A word that the processes of this start share, and those of no other.
+
+    torchrun's store outlives its restarts, with all that the stages before said in it: where they listened, and how
+    they failed. Its count of restarts tells them apart on one node; several nodes count each for itself. So everyone
+    comes with a word of its own, which no earlier process knew, and the first answers each of them with his.
+    """
+    own = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"meeting/{rank}", own)
+        word = store.get(f"meeting/answer to {own}").decode()
+        store.set(f"meeting/{word}/{rank}", "here")
+        return word
+    missing, answered = set(range(1, world_size)), set[bytes]()
+    deadline = time.monotonic() + timeout_seconds
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"meeting/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"meeting/{other}"]) and (theirs := store.get(f"meeting/{other}")) not in answered:
+                # It may be an earlier process's, who hears nothing any more: then a later look finds another word.
+                store.set(f"meeting/answer to {theirs.decode()}", own)
+                answered.add(theirs)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)} did not come within {timeout_seconds:g} s")
+        time.sleep(MEETING_PAUSE)
+    return own
 
 
 def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Terms) -> Result:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from slipstream import Group, Pipeline, launch
 from slipstream.pipeline import NonFiniteError, StageFailure
 from slipstream.pipeline.comm import Transport
+from slipstream.pipeline.launch import meet
 
 SGD = [Group("all", partial(torch.optim.SGD, lr=0.01))]
 AWAITED = r"stage \d was waiting for (the gradient of \dB\d+@v\d+|the activations of \dF\d+@v\d+|the sums over stages)"
@@ -206,3 +208,15 @@ def test_all_processes_hear_what_the_first_one_says():
         return transport.as_first("word", f"{transport.replica}.{transport.stage}")
 
     assert launch(worker, 2, num_replicas=2, timeout_seconds=30, start_method="fork") == ["0.0"] * 4
+
+
+def test_processes_that_torchrun_starts_again_do_not_take_the_word_of_those_before():
+    store = torch.distributed.HashStore()
+    words: list[set[str]] = []
+    for _ in range(3):
+        store.set("meeting/1", "of a process that was killed before it was answered")
+        with ThreadPoolExecutor(3) as pool:
+            words.append(set(pool.map(lambda rank: meet(store, rank, 3, timeout_seconds=10), (0, 1, 2))))
+    assert [len(word) for word in words] == [1, 1, 1] and len(set.union(*words)) == 3
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come within 0.1 s"):
+        meet(store, 0, 2, timeout_seconds=0.1)
