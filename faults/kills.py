@@ -220,7 +220,8 @@ def _line(number: int, kill: Kill, resumed: int | None) -> str:
 
 def summary(shape: Shape, kills: list[Kill], faults: list[str], seconds: float) -> str:
     where = ", ".join(f"{count} {fell}" for fell, count in Counter(kill.fell for kill in kills).most_common())
-    lost = [max(0, kill.done - kill.newest) for kill in kills] or [0]
+    # A start that is killed at once has made no updates: those in the file were lost before, and counted.
+    lost = [max(0, kill.done - kill.newest) for kill in kills if kill.fell != "start-up"] or [0]
     verdict = "DIFFERENT: " + "; ".join(faults) if faults else "bitwise the same"
     return (
         f"{shape.name:<16} {len(kills):3} kills ({where}); updates made again: {sum(lost)}, "
