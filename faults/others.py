@@ -224,7 +224,7 @@ def _damaged(case: Case, damage: Callable[[Path], None]) -> str:
     with case.start() as run:
         reach(run, 7)
         os.kill(run.pid, signal.SIGTERM)
-        run.wait(60)
+        case.expect(run.wait(60) == 0 and ", and saved: " in run.said, f"SIGTERM saves ({run.said[-300:]})")
     *_, before, newest = committed(case.run_folder)
     file = case.run_folder / "checkpoints" / f"step-{newest:08d}" / "stage-1.safetensors"
     damage(file)

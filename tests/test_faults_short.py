@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from faults.kills import train_with_kills
-from faults.others import Case, sigterm, truncated
+from faults.others import Case, truncated
 from faults.runs import Shape, differences, undisturbed
 
 pytestmark = [
@@ -33,10 +33,11 @@ def test_a_training_that_is_killed_four_times_ends_as_if_it_had_not_been(expecte
     assert len(kills) == 4 and all(kill.resumed == kill.newest for kill in kills), lines
 
 
-@pytest.mark.parametrize("fault", [sigterm, truncated])
-def test_a_training_goes_on_as_if_nothing_had_been(fault, expected, tmp_path):
-    case = Case(fault.__name__, tmp_path, [], SHAPE)
-    fault(case)
+def test_a_training_that_is_told_to_end_and_finds_its_checkpoint_truncated_goes_on_from_the_one_before(
+    expected, tmp_path
+):
+    case = Case("truncated", tmp_path, [], SHAPE)
+    truncated(case)
     assert not case.faults + differences(case.run_folder, expected)
 
 
