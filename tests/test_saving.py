@@ -155,7 +155,7 @@ def test_checkpoints_are_kept_by_rule(base):
         base, run__name="kept", checkpoint__every_steps=1, checkpoint__keep_last=2, checkpoint__keep_every=5
     )
     train(config)
-    # One that comes while another is still being written is left out, so it depends on the disk which were the last two.
+    # One that comes while another is being written is left out, so it depends on the disk which were the last two.
     kept = steps_of(config)
     assert kept[-1] == 12 and all(step % 5 == 0 for step in kept[:-2]), kept
     nothing = changed(base, run__name="nothing", checkpoint__at_end=False)
