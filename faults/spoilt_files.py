@@ -1,0 +1,435 @@
+"""Spoilt files for faults/fuzz.py: shards, texts, tokenizers, studies, profiles, runs and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fuzz import Case, play
+from spoilt_configs import BASE, TEXT, _options
+
+STUDY = """
+name = "small"
+[config.model]
+dim = 16
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+hidden_dim = 32
+sequence_length = 16
+[config.data]
+sources = ["../text.txt"]
+[config.pipeline]
+stages = 1
+microbatches = 1
+[config.train]
+steps = 2
+microbatch_size = 1
+[config.evaluation]
+every_steps = 1
+batches = 1
+[modes.half]
+delays = [1, 0]
+pipeline.stages = 2
+pipeline.microbatches = 2
+[[grid]]
+mode = ["sync", "ef"]
+optimizer.name = "adamw"
+train.seed = 0
+"""
+
+SMALL = {path: BASE[path] for path in BASE if path.startswith("model.")}
+STEPS = 3
+"""That the template run has made, with a checkpoint of each."""
+
+
+def make_templates(folder: Path) -> None:
+    """Made by the program itself, and spoilt one copy at a time."""
+    here = folder / "here"
+    here.mkdir(parents=True)
+    (folder / "home").mkdir()
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    settings = BASE | {"train.steps": STEPS, "checkpoint.every_steps": 1, "checkpoint.keep_last": STEPS}
+    commands = [
+        ["train", *_options(settings | {"run.name": "base", "checkpoint.at_end": True})],
+        ["prepare", "../text.txt", "--output", "web"],
+        ["profile", *_options(SMALL | {"train.microbatch_size": 1}), "--output", "profile.json"],
+    ]
+    for number, command in enumerate(commands):
+        outcome = play(Case("template", command, timeout=120.0), folder)
+        shutil.rmtree(folder.with_suffix(".tmp"))
+        if outcome.code:
+            raise SystemExit(f"template {number} cannot be made: {outcome.out}{outcome.err}")
+    _make_tokenizer(here / "tokenizer.json")
+
+
+def _make_tokenizer(path: Path) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(path))
+
+
+def make_file(dice: random.Random, folder: Path, templates: Path) -> Case:
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    recipes: list[tuple[Callable[[random.Random, Path, Path], Case], int]] = [
+        (_shard, 18),
+        (_text, 10),
+        (_tokenizer, 5),
+        (_study, 10),
+        (_profile, 10),
+        (_run, 17),
+        (_checkpoint, 30),
+    ]
+    make = dice.choices([recipe for recipe, _ in recipes], [weight for _, weight in recipes])[0]
+    return make(dice, folder, templates / "here")
+
+
+# ---- ways to spoil a file
+
+
+def _spoil_bytes(dice: random.Random, data: bytes) -> tuple[str, bytes]:
+    changed = bytearray(data)
+    how = dice.choice(["flip", "flips", "cut", "cut one", "add", "zeros", "empty", "random", "insert", "repeat"])
+    place = dice.randrange(len(data)) if data else 0
+    if how.startswith("flip") and data:
+        for _ in range(1 if how == "flip" else 30):
+            changed[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    elif how == "cut":
+        del changed[place:]
+    elif how == "cut one":
+        del changed[-1:]
+    elif how == "add":
+        changed += dice.randbytes(dice.choice([1, 3, 100]))
+    elif how == "zeros":
+        changed[place : place + 64] = bytes(len(changed[place : place + 64]))
+    elif how == "empty":
+        changed.clear()
+    elif how == "random":
+        changed = bytearray(dice.randbytes(len(data)))
+    elif how == "insert":
+        changed[place:place] = dice.choice([b"\0", b"\xff\xfe", b"\n", b'"', b"{", b"]", b"\xed\xa0\x80"])
+    elif how == "repeat":
+        changed *= 2
+    return how, bytes(changed)
+
+
+def _spoil_kind(dice: random.Random, path: Path) -> str:
+    """What is no file any more."""
+    how = dice.choice(["folder", "loop", "pipe", "no permission", "endless", "gone", "dangling"])
+    aside = path.with_name(path.name + ".aside")
+    if how == "no permission":
+        path.chmod(0)
+        return how
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if how == "folder":
+        path.mkdir()
+    elif how == "loop":
+        path.symlink_to(path)
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how == "endless":
+        path.symlink_to("/dev/zero")
+    elif how == "dangling":
+        path.symlink_to(aside)
+    return how
+
+
+JSON_VALUES: list[Any] = [
+    *(None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "1", "-1", "\ud800", "\0", "../x", "x" * 10000, [], {}, [[]], [None], [1, 2], {"a": 1}, {"": {}}),
+]
+
+
+def _spoil_json(dice: random.Random, tree: Any) -> tuple[str, bytes]:
+    """Still JSON, mostly, but not what it was."""
+    words = []
+    for _ in range(dice.choice([1, 1, 1, 2, 5])):
+        holder, key = _somewhere(dice, tree)
+        how = dice.choice(["replace", "replace", "replace", "delete", "rename", "add", "nest", "copy"])
+        words.append(f"{how} {key!r:.60}")
+        if holder is None:
+            tree = dice.choice(JSON_VALUES)
+            break
+        if how == "replace":
+            holder[key] = dice.choice(JSON_VALUES)
+        elif how == "delete":
+            del holder[key]
+        elif how == "rename" and isinstance(holder, dict):
+            holder[dice.choice(["", "x", f"{key}x", "stage"])] = holder.pop(key)
+        elif how == "add" and isinstance(holder, list):
+            holder.insert(key, dice.choice(JSON_VALUES))
+        elif how == "add":
+            holder["unheard_of"] = dice.choice(JSON_VALUES)
+        elif how == "nest":
+            value = holder[key]
+            for _ in range(dice.choice([1, 5, 600])):
+                value = [value]
+            holder[key] = value
+        elif isinstance(holder, dict):
+            holder[key] = dice.choice(list(holder.values()))
+    return ", ".join(words), json.dumps(tree).encode()
+
+
+def _somewhere(dice: random.Random, tree: Any) -> tuple[Any, Any]:
+    """A place in a tree, all depths alike: the holder and its key."""
+    places: list[list[tuple[Any, Any]]] = []
+    level = [tree]
+    while level:
+        here: list[tuple[Any, Any]] = []
+        for holder in level:
+            keys = list(holder) if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else []
+            here += [(holder, key) for key in keys]
+        if here:
+            places.append(here)
+        level = [holder[key] for holder, key in here]
+    if not places or dice.random() < 0.03:
+        return None, None
+    return dice.choice(dice.choice(places))
+
+
+def _spoil(dice: random.Random, path: Path) -> str:
+    """Any file: its kind, its bytes, or its JSON if it is some."""
+    how = dice.random()
+    if how < 0.2:
+        return _spoil_kind(dice, path)
+    data = path.read_bytes()
+    if path.suffix == ".json" and how < 0.75:
+        words, data = _spoil_json(dice, json.loads(data))
+    elif path.suffix == ".jsonl" and how < 0.75:
+        lines = data.splitlines()
+        place = dice.randrange(len(lines))
+        words, lines[place] = _spoil_json(dice, json.loads(lines[place]))
+        data = b"\n".join(lines) + b"\n"
+    else:
+        words, data = _spoil_bytes(dice, data)
+    path.write_bytes(data)
+    return words
+
+
+# ---- what the commands are given
+
+
+def _train(settings: dict[str, Any]) -> list[str]:
+    return ["train", *_options(BASE | settings)]
+
+
+def _shard(dice: random.Random, folder: Path, templates: Path) -> Case:
+    here = folder / "here"
+    for name in ("web.train.00000.bin", "web.train.00000.json", "web.validation.00000.bin", "web.validation.00000.json"):
+        shutil.copyfile(templates / name, here / name)
+    names = ["web.train.00000.bin", "web.train.00000.bin", "web.train.00000.json", "web.validation.00000.json"]
+    path = here / dice.choice(names)
+    words = _spoil(dice, path)
+    settings: dict[str, Any] = {"data.sources": [dice.choice(["web.train.00000.bin", "*.bin", "."])]}
+    if dice.random() < 0.3:
+        for sidecar in here.glob("*.json"):
+            if sidecar.is_file():
+                sidecar.unlink()
+        settings["data.token_dtype"] = dice.choice(["uint8", "uint16", "uint32"])
+    if dice.random() < 0.5:
+        settings["data.validation_sources"] = ["web.validation.00000.bin"]
+        settings["data.sources"] = ["web.train.00000.bin"]
+    if dice.random() < 0.2:
+        settings["model.vocab_size"] = dice.choice([1, 100, 256])
+    return Case(f"shard: {path.name}, {words}", _train(settings), may_last=True)
+
+
+def _text(dice: random.Random, folder: Path, templates: Path) -> Case:
+    path = folder / "here" / dice.choice(["some.txt", "some.jsonl"])
+    lines = TEXT.splitlines()
+    path.write_text(TEXT if path.suffix == ".txt" else "".join(json.dumps({"text": line}) + "\n" for line in lines))
+    words = _spoil(dice, path)
+    sources = dice.choice([["some.txt"], ["some.jsonl"], ["."], ["*"]]) if dice.random() < 0.1 else [path.name]
+    if dice.random() < 0.3:
+        command = ["prepare", *sources, "--output", "out/web", "--shard-tokens", str(dice.choice([1000, 10, 10**30]))]
+        return Case(f"text: prepare, {path.name}, {words}", command, ("here/out",))
+    return Case(f"text: {path.name}, {words}", _train({"data.sources": sources}))
+
+
+def _tokenizer(dice: random.Random, folder: Path, templates: Path) -> Case:
+    path = folder / "here" / "tokenizer.json"
+    shutil.copyfile(templates / "tokenizer.json", path)
+    words = _spoil(dice, path)
+    return Case(f"tokenizer: {words}", _train({"data.tokenizer": "tokenizer.json"}))
+
+
+def _study(dice: random.Random, folder: Path, templates: Path) -> Case:
+    path = folder / "grid.toml"
+    text = STUDY
+    how = dice.choice(["bytes", "kind", "line", "line", "line", "lines"])
+    words = how
+    if how == "bytes":
+        words, data = _spoil_bytes(dice, STUDY.encode())
+        path.write_bytes(data)
+    elif how == "kind":
+        path.write_text(text)
+        words = _spoil_kind(dice, path)
+    else:
+        lines = text.strip().splitlines()
+        for _ in range(1 if how == "line" else 3):
+            place = dice.randrange(len(lines))
+            name = lines[place].partition(" = ")[0]
+            value = dice.choice(
+                ["[]", "{}", "-1", "0", "1e400", "nan", '""', '"x"', "[[]]", "[1, 'x']", "true", "[-1, 7]", "{a = {}}"]
+            )
+            lines[place] = dice.choice([f"{name} = {value}", "", lines[place] * 2, f"{name}.x = {value}"])
+        words = "; ".join(lines[max(0, place - 0) : place + 1])
+        path.write_text("\n".join(lines))
+    return Case(f"study: {words}", ["study", "../grid.toml", "--jobs", "1"], timeout=40.0, may_last=True)
+
+
+def _profile(dice: random.Random, folder: Path, templates: Path) -> Case:
+    path = folder / "here" / "profile.json"
+    shutil.copyfile(templates / "profile.json", path)
+    words = _spoil(dice, path)
+    if dice.random() < 0.5:
+        return Case(f"profile: train, {words}", _train({"pipeline.profile": "profile.json"}))
+    options = [*_options(SMALL), "--devices", "2", "--profile", "profile.json"]
+    return Case(f"profile: plan, {words}", ["plan", *options], ())
+
+
+def _run(dice: random.Random, folder: Path, templates: Path) -> Case:
+    run = folder / "here" / "runs" / "base"
+    shutil.copytree(templates / "runs" / "base", run, ignore=shutil.ignore_patterns("checkpoints"))
+    command = dice.choice(["report", "timeline"])
+    names = ["trace.json"] * 6 if command == "timeline" else ["config.toml", "metrics.jsonl", "summary.json"]
+    path = run / dice.choice([*names, "trace.json", "summary.json", "."])
+    if path == run:
+        words = _spoil_kind(dice, run)
+    else:
+        words = _spoil(dice, path)
+    if command == "report":
+        return Case(f"run: report, {path.name}, {words}", ["report", "runs/base", "--output", "page.html"], ("here/page.html",))
+    return Case(f"run: timeline, {path.name}, {words}", ["timeline", "runs/base"], ("here/timeline.svg",))
+
+
+# ---- checkpoints
+
+
+def _checkpoint(dice: random.Random, folder: Path, templates: Path) -> Case:
+    run = folder / "here" / "runs" / "base"
+    shutil.copytree(templates / "runs" / "base", run)
+    settings: dict[str, Any] = {"run.name": "base", "checkpoint.resume": True, "train.steps": STEPS + 1}
+    command = _train(settings)
+    newest = run / "checkpoints" / f"step-{STEPS:08d}"
+    if dice.random() < 0.4:
+        words = _damage(dice, newest)
+        # None that is damaged is taken: it is named, and the one before it is gone on from.
+        return Case(f"checkpoint: damaged, {words}", command, codes=(0,), must_say="going on from the checkpoint of step")
+    words = _forge(dice, newest)
+    return Case(f"checkpoint: forged, {words}", command)
+
+
+def _damage(dice: random.Random, newest: Path) -> str:
+    how = dice.choice(["file", "file", "file", "swap", "older", "lost", "kind"])
+    files = sorted(newest.iterdir())
+    path = dice.choice(files)
+    if how == "swap":
+        other = dice.choice([file for file in files if file != path])
+        path.rename(newest / "aside")
+        other.rename(path)
+        (newest / "aside").rename(other)
+        return f"{path.name} for {other.name}"
+    if how == "older":
+        shutil.copyfile(newest.with_name(f"step-{STEPS - 1:08d}") / path.name, path)
+        return f"an older {path.name}"
+    if how == "lost":
+        path.unlink()
+        return f"{path.name} lost"
+    if how == "kind":
+        return f"the folder: {_spoil_kind(dice, newest)}"
+    return f"{path.name}: {_spoil(dice, path)}"
+
+
+def _forge(dice: random.Random, newest: Path) -> str:
+    """Whoever does this recomputes all digests: what is left is that nothing read is trusted."""
+    part = dice.choice(["stage-0", "stage-1"])
+    record_path, tensors_path = newest / f"{part}.json", newest / f"{part}.safetensors"
+    if dice.random() < 0.6:
+        record = json.loads(record_path.read_bytes())
+        if dice.random() < 0.85:
+            words, data = _spoil_json(dice, record["facts"][(key := dice.choice(["state", "state", "state", "run"]))])
+            record["facts"][key] = json.loads(data)
+        else:
+            words, data = _spoil_json(dice, record)
+            record = json.loads(data)
+        record_path.write_text(json.dumps(record))
+        words = f"{part}.json, {words}"
+    else:
+        words = f"{part}.safetensors, {_forge_tensors(dice, tensors_path)}"
+    _seal(newest, part)
+    return words
+
+
+def _forge_tensors(dice: random.Random, path: Path) -> str:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    name = dice.choice([name for name in header if name != "__metadata__"])
+    entry = header[name]
+    how = dice.choice(["transpose", "flat", "rename", "dtype", "remove", "nan", "empty", "json", "swap names"])
+    if how == "transpose":
+        entry["shape"].reverse()
+    elif how == "flat":
+        size = 1
+        for dim in entry["shape"]:
+            size *= dim
+        entry["shape"] = dice.choice([[size], [size, 1], [1, size], [size, 1, 1]])
+    elif how == "rename":
+        header[dice.choice(["x", "master/x", "working/1/x", "working/x/y", "working/99/x", ""])] = header.pop(name)
+    elif how == "dtype":
+        entry["dtype"] = {"F32": dice.choice(["I32", "U32"]), "I64": "F64"}.get(entry["dtype"], "U8")
+    elif how == "nan":
+        start, end = entry["data_offsets"]
+        body = body[:start] + b"\xff" * (end - start) + body[end:]
+    elif how in ("remove", "empty"):
+        start, end = entry["data_offsets"]
+        body = body[:start] + body[end:]
+        for other in header.values():
+            offsets = other.get("data_offsets")
+            if offsets and offsets[0] >= end:
+                other["data_offsets"] = [offset - (end - start) for offset in offsets]
+        entry["shape"], entry["data_offsets"] = [0, 1 << 40], [start, start]
+        if how == "remove":
+            del header[name]
+    elif how == "json":
+        _, text = _spoil_json(dice, header)
+        header = json.loads(text)
+    else:
+        other_name = dice.choice([other for other in header if other not in (name, "__metadata__")])
+        header[name], header[other_name] = header[other_name], header[name]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    return f"{name}: {how}"
+
+
+def _seal(newest: Path, part: str) -> None:
+    record_path, manifest_path = newest / f"{part}.json", newest / "manifest.json"
+    tensors = _stamp(newest / f"{part}.safetensors")
+    record = json.loads(record_path.read_bytes())
+    if isinstance(record, dict) and isinstance(record.get("tensors"), dict):
+        record["tensors"] = tensors
+        record_path.write_text(json.dumps(record))
+    manifest = json.loads(manifest_path.read_bytes())
+    manifest["parts"][part] = {"record": _stamp(record_path), "tensors": tensors}
+    manifest_path.write_text(json.dumps(manifest))
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
