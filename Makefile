@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: train test test-faults lint types format bench bench-bubble results clean
+.PHONY: train test test-faults test-fuzz lint types format bench bench-bubble results clean
 
 train: .venv/.installed
 	$(BIN)/slipstream train --run.overwrite
@@ -15,6 +15,9 @@ test-faults: .venv/.installed
 	$(BIN)/python -m faults.kills --kills 50
 	$(BIN)/python -m faults.kills --torchrun --kills 6
 	$(BIN)/python -m faults.others
+
+test-fuzz: .venv/.installed
+	$(BIN)/python faults/fuzz.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -150,7 +150,13 @@ def _fitting_alone(dice: random.Random, folder: Path) -> Case:
 
 NEED_OTHERS = {
     *("pipeline.stages", "pipeline.microbatches", "pipeline.depth", "pipeline.layers_per_stage", "pipeline.schedule"),
-    *("optimizer.balance_rate", "train.compute_dtype", "train.device", "optimizer.warmup_steps", "optimizer.decay_steps"),
+    *(
+        "optimizer.balance_rate",
+        "train.compute_dtype",
+        "train.device",
+        "optimizer.warmup_steps",
+        "optimizer.decay_steps",
+    ),
 }
 SURE = {path: values for path, values in FITTING.items() if path not in NEED_OTHERS}
 SURE["pipeline.schedule"] = ["two_bw", "one_f_one_b", "gpipe", "pipedream"]
@@ -182,23 +188,25 @@ def _extreme(dice: random.Random, folder: Path) -> Case:
     changed = dice.sample(sorted(FIELDS), dice.choice([1, 1, 1, 2, 3]))
     by_toml = dice.random() < 0.5
     for path in changed:
-        settings[path] = _of_type(dice, FIELDS[path], extreme=True, by_toml=by_toml)
+        settings[path] = _of_type(dice, FIELDS[path], by_toml)
+        if "sources" in path:  # to look through the whole file system is what "/" asks for
+            settings[path] = [each for each in settings[path] if each != "/"]
     what = ", ".join(f"{path} = {settings[path]!r:.60}" for path in changed)
     arguments = _as_toml(settings, folder) if by_toml else ["train", *_options(settings)]
     return Case(f"extreme: {what}", arguments, _may_write(settings), may_last=_may_last(settings))
 
 
-def _of_type(dice: random.Random, hint: Any, extreme: bool, by_toml: bool) -> Any:
+def _of_type(dice: random.Random, hint: Any, by_toml: bool) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _of_type(dice, next(a for a in arguments if a is not types.NoneType), extreme, by_toml)
+        return _of_type(dice, next(a for a in arguments if a is not types.NoneType), by_toml)
     if origin is Literal:
         return dice.choice([*arguments, *arguments, *STRINGS[:8]])
     if origin is tuple:
-        return [_of_type(dice, arguments[0], extreme, by_toml) for _ in range(dice.choice([0, 1, 1, 2, 3, 20]))]
+        return [_of_type(dice, arguments[0], by_toml) for _ in range(dice.choice([0, 1, 1, 2, 3, 20]))]
     if origin is dict:
         names = dice.sample(["lr", "momentum", "eps", "betas", "", "x y", "weight_decay", "params"], dice.randint(0, 3))
-        return {name: _of_type(dice, arguments[1], extreme, by_toml) for name in names}
+        return {name: _of_type(dice, arguments[1], by_toml) for name in names}
     if hint is bool:
         return dice.choice([True, False])
     if hint is int:
@@ -258,7 +266,7 @@ def _misplaced(dice: random.Random, folder: Path) -> Case:
             f"\n[run.{misspelt}]\na = 1\n",
             f"\n[run]\n{name} = 1\n",
             f'\n["{section}\\n"]\n',
-            f'\n["" ]\n"" = 1\n',
+            '\n["" ]\n"" = 1\n',
             f"\n[optimizer.arguments]\n{name} = 1\n",
         ]
     )
@@ -277,14 +285,18 @@ def _broken_toml(dice: random.Random, folder: Path) -> Case:
         for _ in range(dice.choice([1, 1, 3, 20])):
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
     elif how == "insert":
-        data[place:place] = dice.choice([b"\0", b"\xff\xfe", b"=", b"[", b"]", b'"', b"\n\n[", b"#", b"\r", "ü".encode()])
+        data[place:place] = dice.choice(
+            [b"\0", b"\xff\xfe", b"=", b"[", b"]", b'"', b"\n\n[", b"#", b"\r", "ü".encode()]
+        )
     elif how == "twice":
         data += data[place : place + 60]
     elif how == "bytes":
         data = bytearray(dice.randbytes(dice.choice([1, 10, 1000])))
     elif how == "nest":
         depth = dice.choice([50, 1000, 20000])
-        data += dice.choice([b"\nx = " + b"[" * depth, b"\nx = " + b"{a=" * depth, b"\n[" + b".".join([b"a"] * depth) + b"]"])
+        data += dice.choice(
+            [b"\nx = " + b"[" * depth, b"\nx = " + b"{a=" * depth, b"\n[" + b".".join([b"a"] * depth) + b"]"]
+        )
     elif how == "empty":
         data = bytearray(dice.choice([b"", b"\xef\xbb\xbf", b"\n", b"# nothing", b"\0" * 100]))
     elif how == "shuffle":
@@ -302,10 +314,47 @@ def _broken_command_line(dice: random.Random, folder: Path) -> Case:
     _write(folder / "here.toml", _toml(BASE).encode())
     words = ["train", *_options(BASE)]
     junk = [
-        *("--train.steps", "--train.steps=", "--train.steps=1=2", "--", "-", "---", "--=", "=", "", " ", "-h ", "--hlep"),
-        *("--train", "--train.", "--.steps", "--TRAIN.STEPS", "--train.steps.x", "--no-train.compile", "--run.overwrite"),
-        *("--run.no-overwrite", "--no-run.overwrite", "../here.toml", "no.toml", UNDECODABLE, "--ü", "--optimizer.arguments"),
-        *("--optimizer.arguments a", "--pipeline.layers-per-stage", "1", "-1", "1e400", "None", "--train.compute-dtype None"),
+        *(
+            "--train.steps",
+            "--train.steps=",
+            "--train.steps=1=2",
+            "--",
+            "-",
+            "---",
+            "--=",
+            "=",
+            "",
+            " ",
+            "-h ",
+            "--hlep",
+        ),
+        *(
+            "--train",
+            "--train.",
+            "--.steps",
+            "--TRAIN.STEPS",
+            "--train.steps.x",
+            "--no-train.compile",
+            "--run.overwrite",
+        ),
+        *(
+            "--run.no-overwrite",
+            "--no-run.overwrite",
+            "../here.toml",
+            "no.toml",
+            UNDECODABLE,
+            "--ü",
+            "--optimizer.arguments",
+        ),
+        *(
+            "--optimizer.arguments a",
+            "--pipeline.layers-per-stage",
+            "1",
+            "-1",
+            "1e400",
+            "None",
+            "--train.compute-dtype None",
+        ),
         *("--version", "-v", "@file", "$HOME", "*", "\n", "--data.sources", "--train.compute_dtype", "--{train}.steps"),
     ]
     for _ in range(dice.choice([1, 1, 2, 4])):

@@ -229,7 +229,12 @@ def _train(settings: dict[str, Any]) -> list[str]:
 
 def _shard(dice: random.Random, folder: Path, templates: Path) -> Case:
     here = folder / "here"
-    for name in ("web.train.00000.bin", "web.train.00000.json", "web.validation.00000.bin", "web.validation.00000.json"):
+    for name in (
+        "web.train.00000.bin",
+        "web.train.00000.json",
+        "web.validation.00000.bin",
+        "web.validation.00000.json",
+    ):
         shutil.copyfile(templates / name, here / name)
     names = ["web.train.00000.bin", "web.train.00000.bin", "web.train.00000.json", "web.validation.00000.json"]
     path = here / dice.choice(names)
@@ -287,7 +292,7 @@ def _study(dice: random.Random, folder: Path, templates: Path) -> Case:
                 ["[]", "{}", "-1", "0", "1e400", "nan", '""', '"x"', "[[]]", "[1, 'x']", "true", "[-1, 7]", "{a = {}}"]
             )
             lines[place] = dice.choice([f"{name} = {value}", "", lines[place] * 2, f"{name}.x = {value}"])
-        words = "; ".join(lines[max(0, place - 0) : place + 1])
+        words = lines[place]
         path.write_text("\n".join(lines))
     return Case(f"study: {words}", ["study", "../grid.toml", "--jobs", "1"], timeout=40.0, may_last=True)
 
@@ -308,12 +313,11 @@ def _run(dice: random.Random, folder: Path, templates: Path) -> Case:
     command = dice.choice(["report", "timeline"])
     names = ["trace.json"] * 6 if command == "timeline" else ["config.toml", "metrics.jsonl", "summary.json"]
     path = run / dice.choice([*names, "trace.json", "summary.json", "."])
-    if path == run:
-        words = _spoil_kind(dice, run)
-    else:
-        words = _spoil(dice, path)
+    words = _spoil_kind(dice, run) if path == run else _spoil(dice, path)
     if command == "report":
-        return Case(f"run: report, {path.name}, {words}", ["report", "runs/base", "--output", "page.html"], ("here/page.html",))
+        return Case(
+            f"run: report, {path.name}, {words}", ["report", "runs/base", "--output", "page.html"], ("here/page.html",)
+        )
     return Case(f"run: timeline, {path.name}, {words}", ["timeline", "runs/base"], ("here/timeline.svg",))
 
 
@@ -329,7 +333,9 @@ def _checkpoint(dice: random.Random, folder: Path, templates: Path) -> Case:
     if dice.random() < 0.4:
         words = _damage(dice, newest)
         # None that is damaged is taken: it is named, and the one before it is gone on from.
-        return Case(f"checkpoint: damaged, {words}", command, codes=(0,), must_say="going on from the checkpoint of step")
+        return Case(
+            f"checkpoint: damaged, {words}", command, codes=(0,), must_say="going on from the checkpoint of step"
+        )
     words = _forge(dice, newest)
     return Case(f"checkpoint: forged, {words}", command)
 

@@ -296,6 +296,17 @@ AT_LEAST = {
     "run.trace_actions": 0,
 }
 
+AT_MOST = {
+    "optimizer.newton_schulz_steps": 1000,
+    "optimizer.learning_rate": 1e30,
+    "optimizer.adamw_learning_rate": 1e30,
+    "optimizer.weight_decay": 1e30,
+    "optimizer.clip_norm": 1e30,
+    "optimizer.error_feedback": 1e30,
+    "optimizer.balance_rate": 1e30,
+}
+"""Far beyond any use, and short of what looks like a hang or float32 cannot hold."""
+
 
 def validate(config: Config) -> None:
     """What can be said without looking at data or model; the rest is said when those are built."""
@@ -308,6 +319,9 @@ def validate(config: Config) -> None:
     for path, least in AT_LEAST.items():
         if values[path] < least:
             raise ConfigError(f"{path} = {values[path]} is too small: use {least} or more")
+    for path, most in AT_MOST.items():
+        if values[path] is not None and values[path] > most:
+            raise ConfigError(f"{path} = {values[path]} is too large: use {most:g} or less")
     _choose("model.preset", config.model.preset, PRESETS)
     _choose("pipeline.schedule", config.pipeline.schedule, SCHEDULES)
     _choose("pipeline.depth", config.pipeline.depth, DEPTHS)
@@ -479,10 +493,7 @@ def build(cls: type, tree: Any, where: str) -> Any:
     for name, value in tree.items():
         if name not in hints:
             raise ConfigError(f"{where}{name} is unknown: {_suggest(name, hints)}")
-        if dataclasses.is_dataclass(hints[name]):
-            values[name] = build(typing.cast(type, hints[name]), value, f"{where}{name}.")
-        else:
-            values[name] = _convert(hints[name], value, f"{where}{name}")
+        values[name] = _convert(hints[name], value, f"{where}{name}")
     return cls(**values)
 
 
@@ -505,6 +516,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(arguments[0], item, where) for item in value)
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, f"{where}.")
     if origin is dict and isinstance(value, dict):
         return {str(key): _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -142,15 +142,22 @@ class Metrics:
 def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
     """What a run that is taken up again has said already and will not say again: of updates before `first_step`, and of
     evaluations before the one that belongs to it."""
-    if first_step == 0 or not path.exists():
+    if first_step == 0 or not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError, TypeError, KeyError):  # the last line of a process that was killed
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last line of a process that was killed
             row = json.loads(line)
-            if row["step"] < first_step - ("val_loss" in row):
+            is_evaluation = "val_loss" in row
+            numbers = [row["val_loss"]] if is_evaluation else [row["loss"], row["tokens"]]
+            if row["step"] < first_step - is_evaluation and all(map(_is_drawn, numbers)):
                 rows.append(row)
     return rows
+
+
+def _is_drawn(value: Any) -> bool:
+    """null: of an update that was skipped."""
+    return value is None or (type(value) in (int, float) and abs(value) < 1e300)
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -183,7 +190,11 @@ def draw_losses(folder: Path) -> Path | None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     train = [(row["tokens"], row["loss"]) for row in rows if row.get("loss") is not None]
     tokens_of = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
-    held_out = [(tokens_of[row["step"]], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
+    held_out = [
+        (tokens_of[row["step"]], row["val_loss"])
+        for row in rows
+        if row.get("val_loss") is not None and row["step"] in tokens_of
+    ]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     if train:
         axes.plot(*zip(*train, strict=True), color="#4878a8", linewidth=1, label="training batch")

@@ -37,6 +37,10 @@ WRITE_TO_THE_RESIDUAL_STREAM = (
 """How the names of these parameters end."""
 
 
+MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 10_000, 10_000, 4_000_000
+"""Of blocks, of experts in one, and of everything else: with so many, 64 bits still count the bytes of any tensor."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
@@ -90,9 +94,11 @@ class ModelConfig:
             "num_kv_heads",
             "hidden_dim",
         ):
-            value = getattr(self, field)
+            value, most = getattr(self, field), MAX_LAYERS if field == "num_layers" else MAX_SIZE
             if value < 1:
                 raise ValueError(f"model.{field} is {value}: set it to 1 or more.")
+            if value > most:
+                raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
         for field in ("rope_base", "norm_eps"):
             value = getattr(self, field)
             if not (0 < value < math.inf):
@@ -126,6 +132,10 @@ class ModelConfig:
                         f"set model.num_experts, or {field} to 0."
                     )
             return
+        for field in ("num_experts", "expert_dim", "num_shared_experts"):
+            value, most = getattr(self, field), MAX_EXPERTS if field == "num_experts" else MAX_SIZE
+            if value > most:
+                raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
         if not 2 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"model.experts_per_token is {self.experts_per_token} of {self.num_experts} experts: set it to 2, for "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,7 +20,7 @@ from torch import nn
 
 from .config import Config, ConfigError, OptimizerSection, has_experts, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
-from .model import ModelConfig, decoder, layer_costs, layer_names
+from .model import ModelConfig, decoder, layer_costs, layer_names, num_parameters
 from .optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
@@ -63,10 +64,11 @@ def check(config: Config) -> Parts:
         groups = parameter_groups(config)
         corpus = _corpus(config.data)
         model = model_config(config, corpus.vocab_size)
+        batches, validation = _batches(config, model, corpus)
+        _check_memory(config, model)
         _check_optimizers(config, groups, model)
         sizes = _layers_per_stage(config, model)
         plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
-        batches, validation = _batches(config, model, corpus)
         learning_rate = _learning_rate(config)
     except ConfigError:
         raise
@@ -213,6 +215,38 @@ def _check_optimizers(config: Config, groups: list[Group], model: ModelConfig) -
                 f"optimizer.name = {config.optimizer.name!r}{given} fails on a toy model ({error}): "
                 "mend optimizer.arguments, or use another optimizer"
             ) from error
+
+
+def _check_memory(config: Config, model: ModelConfig) -> None:
+    """Against the least that could do, on CPUs: weights and gradients, and one microbatch with what every block keeps
+    of it. What takes less may still be too much, and `slipstream plan` tells more; this is for what is beyond hope."""
+    if config.train.device != "cpu" or not (limit := _memory_of_this_machine()):
+        return
+    itemsize = getattr(torch, config.train.dtype).itemsize
+    compute = getattr(torch, config.train.compute_dtype or config.train.dtype).itemsize
+    tokens = config.train.microbatch_size * model.sequence_length
+    weights = 2 * itemsize * num_parameters(model) * config.pipeline.replicas
+    microbatch = tokens * (16 + compute * model.dim * model.num_layers)
+    if under_torchrun():  # this machine may have one stage among others
+        weights, microbatch = weights // (config.pipeline.stages * config.pipeline.replicas), tokens * 16
+    for needed, what, remedy in (
+        (weights, f"a model of {num_parameters(model):,} parameters", "lower model.dim, model.num_layers or others"),
+        (microbatch, f"a microbatch of {tokens:,} tokens", "lower train.microbatch_size or model.sequence_length"),
+    ):
+        if needed > limit:
+            raise ConfigError(
+                f"{what} takes at least {needed / 1e9:,.0f} GB and there are {limit / 1e9:,.0f} GB: {remedy}"
+            )
+
+
+def _memory_of_this_machine() -> float:
+    """Bytes that a process may have; 0 where the system does not say."""
+    try:
+        physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return 0.0
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return physical if limit == resource.RLIM_INFINITY else min(physical, float(limit))
 
 
 def recomputed_layers(config: Config, model: ModelConfig) -> tuple[str, ...]:

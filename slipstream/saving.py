@@ -10,6 +10,7 @@ checkpoint is complete when all parts of c are there.
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -20,17 +21,26 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, Part, Store, Writer
-from .config import Config, ConfigError
+from .config import Config, ConfigError, schedule_of
 from .model import ModelConfig, decoder
+from .optim import RECIPES
+from .optim.groups import assign
+from .parts import parameter_groups
 from .pipeline import Pipeline, Requests, StageState, StateError, StepReport, Transport
-from .pipeline.state import check_names, tensor_names
+from .pipeline.state import TENSOR, check_names, is_tensor, tensor_names
+from .pipeline.update import sample
 from .schedule import Schedule
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """To save and leave with success; to save and go on."""
+STATE_FACTS = ("optimizer", "groups", "coefficients")
+"""What a part says of its state beside the tensors; see slipstream/pipeline/state.py."""
+WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+TOY_SHAPE = (3, 5, 7, 11)
+"""No dimension twice: a state of the same shape is one number for every number of the parameter."""
 
 
 class Wishes:
@@ -166,12 +176,12 @@ def newest(store: Store, config: Config, model: ModelConfig, say: Callable[[str]
 def check_fits(found: Checkpoint, config: Config, model: ModelConfig) -> None:
     """Raises a ConfigError that names what does not."""
     where = f"the checkpoint of step {found.step}"
-    try:
-        facts = [part["run"] for part in found.facts.values()] + [part["state"] for part in found.facts.values()]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{where} was not written by slipstream train: set run.name to another run") from error
-    for key, value in batch_facts(config, model).items():
-        if (then := facts[0].get(key)) != value:
+    facts: list[Any] = [part.get("run") for part in found.facts.values()]
+    if not all(isinstance(part, dict) for part in facts) or not all(map(_has_state, found.facts.values())):
+        raise ConfigError(f"{where} was not written by slipstream train: set run.name to another run")
+    expected_facts = batch_facts(config, model)
+    for key, then in ((key, part.get(key)) for key in expected_facts for part in facts):
+        if then != (value := expected_facts[key]):
             raise ConfigError(
                 f"{where} was made with {key.replace('_', ' ')} {then}, and this configuration comes to {value}: make "
                 "pipeline.microbatches x pipeline.replicas x train.microbatch_size, model.sequence_length and "
@@ -184,29 +194,129 @@ def check_fits(found: Checkpoint, config: Config, model: ModelConfig) -> None:
         )
     with torch.device("meta"):
         expected = {name: parameter.shape for name, parameter in decoder(model).named_parameters()}
-    masters = {
-        name.removeprefix("master/"): torch.Size(shape)
-        for name, (_, shape) in found.names().items()
-        if name.startswith("master/")
-    }
     try:
-        check_names(masters, expected)
-        _check_optimizer(found, expected)
+        _check_weights(found, expected)
+        _check_versions(found, schedule_of(config), expected)
+        _check_optimizers(found, config, expected)
     except StateError as error:
         raise ConfigError(f"{where} does not fit the configured model: {error}") from error
 
 
-def _check_optimizer(found: Checkpoint, expected: Mapping[str, torch.Size]) -> None:
-    kept = _state_facts(found)["optimizer"]
-    missing = [f"the optimizer's state of {name} is missing" for name in expected if name not in kept]
-    names = found.names()
-    missing += [f"{name} is missing" for value in kept.values() for name in tensor_names(value) if name not in names]
-    if missing:
+def _has_state(part: Mapping[str, Any]) -> bool:
+    state = part.get("state")
+    return isinstance(state, dict) and all(isinstance(state.get(kind), dict) for kind in STATE_FACTS)
+
+
+def _check_weights(found: Checkpoint, expected: Mapping[str, torch.Size]) -> None:
+    """Masters of all parameters, and older versions of some."""
+    masters: dict[str, torch.Size] = {}
+    for name, (dtype, shape) in found.names().items():
+        kind, _, rest = name.partition("/")
+        if kind == "working":
+            lag, _, rest = rest.partition("/")
+            if not WHOLE_NUMBER.fullmatch(lag) or rest not in expected:
+                raise StateError(f"{name[:200]!r} is no older version of a parameter")
+            if shape != expected[rest]:
+                raise StateError(f"{name} is {shape}, not {tuple(expected[rest])}")
+        if kind == "sample" and shape != (size := _sample_shape(expected.get(rest))):
+            raise StateError(f"{name[:200]} is {shape}, not {size}")
+        if kind == "master":
+            masters[rest] = torch.Size(shape)
+        if kind in ("master", "working", "sample") and not dtype.is_floating_point:
+            raise StateError(f"{name} is of {dtype}")
+    check_names(masters, expected)
+
+
+def _check_versions(found: Checkpoint, schedule: Schedule, expected: Mapping[str, torch.Size]) -> None:
+    """That the versions which the next batches run on are there. Under pipedream each stage has versions of its own
+    number, and says itself what it misses."""
+    if schedule.name == "pipedream":
+        return
+    start, names = sync_start_steps(found, schedule), found.names()
+    for lag in range(1, max(map(schedule.delay, range(schedule.num_stages))) + 1):
+        missing = [name for name in expected if f"working/{lag}/{name}" not in names]
+        if missing and found.step - lag >= start:
+            raise StateError(
+                f"version {found.step - lag} of {len(missing)} parameters is missing, {missing[0]} among them, which "
+                f"{schedule.name} goes on with"
+            )
+
+
+def _sample_shape(shape: torch.Size | None) -> tuple[int, ...] | None:
+    return None if shape is None else tuple(sample(torch.empty(shape, device="meta")).shape)
+
+
+def _check_optimizers(found: Checkpoint, config: Config, expected: Mapping[str, torch.Size]) -> None:
+    """Against the state that the configured optimizers have after a step of toys. Of a class by its import path nobody
+    knows whether it keeps the same for every size."""
+    is_known = config.optimizer.name in ("muon", "adamw", *RECIPES)
+    facts, tensors = _state_facts(found), found.names()
+    kept = facts["optimizer"]
+    if missing := [f"the optimizer's state of {name} is missing" for name in expected if name not in kept]:
         raise StateError("; ".join(missing))
+    for name, value in kept.items():
+        if not isinstance(value, dict) or is_tensor(value):
+            raise StateError(f"the optimizer's state of {name[:200]} is none")
+        for tensor in tensor_names(value):
+            if not isinstance(tensor, str) or tensor not in tensors:
+                raise StateError(f"{str(tensor)[:200]} of {name[:200]} is missing")
+    toys = [(name, nn.Parameter(torch.ones(TOY_SHAPE[: len(shape)]))) for name, shape in expected.items()]
+    for group, members in assign(toys, parameter_groups(config)):
+        for ndim in {toy.ndim for _, toy in members}:
+            alike = [name for name, toy in members if toy.ndim == ndim]
+            toy = next(toy for _, toy in members if toy.ndim == ndim)
+            toy.grad = torch.ones_like(toy)
+            optimizer = group.optimizer([toy])
+            optimizer.step()
+            for name in alike:
+                state = {key: value for key, value in optimizer.state[toy].items() if is_known or key in kept[name]}
+                _check_state(kept[name], state, toy.shape, expected[name], tensors, name)
+            _check_group(facts["groups"].get(group.name), optimizer, group.name)
+        coefficient = facts["coefficients"].get(group.name)
+        if coefficient is not None and type(coefficient) not in (int, float):
+            raise StateError(f"the coefficient of group {group.name!r} is {str(coefficient)[:60]!r}, and no number")
+
+
+def _check_state(
+    kept: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    toy_shape: torch.Size,
+    shape: torch.Size,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    name: str,
+) -> None:
+    """Of one parameter. None at all is that of a parameter which was never stepped; what an optimizer adds later is not
+    known here."""
+    whose = f"the optimizer's state of {name}"
+    for key, value in wanted.items() if kept else ():
+        if key not in kept:
+            raise StateError(f"{whose} has no {key!r}, which the configured optimizer keeps")
+        if is_tensor(kept[key]) != isinstance(value, Tensor):
+            raise StateError(f"{whose} has a {key!r} of another kind than the configured optimizer's")
+        if isinstance(value, Tensor):
+            dtype, its_shape = tensors[kept[key][TENSOR]]
+            is_same = value.shape == toy_shape
+            if value.ndim != len(its_shape) or (is_same and its_shape != shape):
+                raise StateError(f"{whose} has a {key!r} of shape {its_shape}, where the parameter has {tuple(shape)}")
+            if dtype.is_floating_point != value.is_floating_point():
+                raise StateError(f"{whose} has a {key!r} of {dtype}")
+        elif isinstance(value, (int, float)) and type(kept[key]) not in (bool, int, float):
+            raise StateError(f"{whose} has {str(kept[key])[:60]!r} as {key!r}, and no number")
+
+
+def _check_group(kept: Any, optimizer: torch.optim.Optimizer, name: str) -> None:
+    if kept is None:
+        return
+    whole = isinstance(kept, list) and all(isinstance(group, dict) for group in kept)
+    if not whole or len(kept) != len(optimizer.param_groups):
+        raise StateError(f"what is kept of group {name!r} is not the configured optimizer's")
+    for group in kept:
+        if "step" in group and type(group["step"]) not in (int, float):
+            raise StateError(f"group {name!r} has made {str(group['step'])[:60]!r} steps, which is no number")
 
 
 def _state_facts(found: Checkpoint) -> dict[str, Any]:
-    merged: dict[str, Any] = {"optimizer": {}, "groups": {}, "coefficients": {}}
+    merged: dict[str, Any] = {kind: {} for kind in STATE_FACTS}
     for part in found.facts.values():
         for kind, values in merged.items():
             values |= part["state"][kind]

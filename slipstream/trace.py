@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from .pipeline.clock import Activity, Span
+from .reading import read_plain_file
 from .schedule import Action, Op, Schedule, ScheduleError
 from .schedule.simulate import Box, Timeline
 
 STAGE_ROW, BACKGROUND_ROW = 0, 1
 SHORTEST_WAIT = 10e-6
 """Seconds: less is no wait, but the time it takes to find that there is none."""
+
+LONGEST_TRACE = 1e15
+"""Microseconds: some thirty years."""
 
 
 class TraceError(ValueError):
@@ -106,13 +110,31 @@ def _messages(events: Sequence[dict[str, Any]], num_stages: int) -> Iterator[dic
 
 def read_trace(path: Path) -> dict[str, Any]:
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        trace["traceEvents"], trace["otherData"]["schedule"]
+        trace: dict[str, Any] = json.loads(read_plain_file(path))
+        _check_trace(trace)
     except OSError as error:
         raise TraceError(f"{path} cannot be read ({error.strerror}): name the folder of a finished run") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TraceError(f"{path} is no trace that slipstream train wrote: run it again") from error
     return trace
+
+
+def _check_trace(trace: dict[str, Any]) -> None:
+    """Any of several errors where something is missing or is not what is drawn by."""
+    about, events = trace["otherData"], trace["traceEvents"]
+    num_stages, num_microbatches = about["stages"], about["microbatches"]
+    if type(num_stages) is not int or not 1 <= num_stages <= len({str(event["pid"]) for event in events}):
+        raise ValueError(f"{num_stages} stages")
+    if type(num_microbatches) is not int or type(about["schedule"]) is not str:
+        raise TypeError("otherData")
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        if not all(type(event[key]) in (int, float) and abs(event[key]) < LONGEST_TRACE for key in ("ts", "dur")):
+            raise ValueError(f"{event['ts']} and {event['dur']} are no times")
+        if event["cat"] != "wait" and not Action.parse(event["args"]["action"]).stage < num_stages:
+            raise ValueError(f"{event['args']['action']} is of no stage")
+        event["pid"], event["tid"]
 
 
 def steady_window(trace: dict[str, Any], num_steps: int = 2) -> Window:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..reading import read_plain_file
 from .tokens import DataError
 
 DTYPES: dict[str, np.dtype] = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -84,7 +85,7 @@ def _largest(ids: np.ndarray) -> int:
 
 def _read_sidecar(path: Path) -> ShardInfo:
     try:
-        info = ShardInfo(**json.loads(path.read_bytes()))
+        info = ShardInfo(**json.loads(read_plain_file(path)))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{str(path)!r} does not describe a token shard ({error}): prepare it again.") from None
     for field in ("vocab_size", "num_tokens"):

@@ -250,7 +250,9 @@ class Executor:
     def copy(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Begins to copy them to the host, beside whatever comes next. What is returned waits for the copies."""
         if self._device.type != "cuda":
-            copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            # In order of their indices: a file has no strides, and some optimizers keep transposed matrices.
+            order = torch.contiguous_format
+            copies = {name: tensor.detach().clone(memory_format=order) for name, tensor in tensors.items()}
             return lambda: copies
         with self._streams.copying():
             copies = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}

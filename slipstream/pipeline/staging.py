@@ -67,5 +67,5 @@ class StagedLink(Link):
 def to_host(tensor: Tensor) -> Tensor:
     """In pinned memory, once the device has come so far."""
     if not tensor.is_cuda:
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

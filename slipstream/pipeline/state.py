@@ -54,9 +54,14 @@ def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     raise StateError(f"{name} is a {type(value).__name__}, which no checkpoint can hold")
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether a flattened value stands for a tensor."""
+    return isinstance(value, dict) and set(value) == {TENSOR}
+
+
 def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
-        if set(value) == {TENSOR}:
+        if is_tensor(value):
             return tensors[value[TENSOR]]
         return {key: unflatten(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
@@ -67,7 +72,7 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 def tensor_names(value: Any) -> Iterable[str]:
     """Of the tensors that a flattened value needs."""
     if isinstance(value, dict):
-        if set(value) == {TENSOR}:
+        if is_tensor(value):
             yield value[TENSOR]
         else:
             for item in value.values():

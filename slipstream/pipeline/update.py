@@ -184,7 +184,7 @@ class Updater:
     def _step_mixed(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
         """With working copies in a coarser dtype, which cannot hold z[t]."""
         samples = {
-            name: _sample(master).clone()
+            name: sample(master).clone()
             for name, master in zip(part.names, part.masters, strict=True)
             if self._track_alignment
         }
@@ -234,7 +234,7 @@ class Updater:
         total = torch.zeros_like(self.products[part.index])
         for name, before in samples.items():
             master = self._versions.masters[name]
-            update = before - _sample(master)
+            update = before - sample(master)
             if name in self._last_samples:
                 u, v = update.double(), self._last_samples[name].double()
                 total += torch.stack([u.dot(v), u.dot(u), v.dot(v)]) * (master.numel() / update.numel())
@@ -242,6 +242,6 @@ class Updater:
         return total
 
 
-def _sample(parameter: Tensor) -> Tensor:
+def sample(parameter: Tensor) -> Tensor:
     """Evenly spaced numbers of it, in a view."""
     return parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLE_ELEMENTS)]

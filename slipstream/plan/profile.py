@@ -10,6 +10,7 @@ weights happen to load them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import OrderedDict
@@ -23,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import UsageError
-from ..config import Config
+from ..config import Config, build
 from ..loss import decoder_and_loss
 from ..model import ModelConfig, initialise, layer_names
 from ..parts import parameter_groups
 from ..pipeline.compiled import Compiled
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
+from ..reading import read_plain_file
 from .costs import LayerCost, ModelCosts
 from .memory import MemoryModel, blocks_of
 
@@ -240,17 +242,24 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 def read_profile(path: Path) -> Profile:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        tree["model"] = ModelConfig(**tree["model"])
-        tree["rows"] = tuple(Row(**row) for row in tree["rows"])
-        profile = Profile(**tree)
+        profile: Profile = build(Profile, json.loads(read_plain_file(path)), "")
+        profile.model.validate()
+        for row in profile.rows:
+            _check_row(row)
         kinds = list(dict.fromkeys(layer_kinds(profile.model)))
         if [row.kind for row in profile.rows] != kinds:
             raise ValueError(f"its rows are not {', '.join(kinds)}")
         return profile
     except OSError as error:
         raise UsageError(f"profile = {str(path)!r} cannot be read ({error.strerror}): check the path") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(
             f"profile = {str(path)!r} is no profile ({error}): write one with slipstream profile --output {path}"
         ) from error
+
+
+def _check_row(row: Row) -> None:
+    """What is added up, compared and divided by later."""
+    for name, value in asdict(row).items():
+        if name != "kind" and not 0 <= value < math.inf:
+            raise ValueError(f"{name} of {row.kind} is {value}")

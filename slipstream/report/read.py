@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments import UsageError
+from ..reading import open_plain_file, read_plain_file
 from ..schedule import Action, Op
 from .series import Column
 
@@ -164,7 +165,7 @@ def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: 
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
+        with open_plain_file(path) as file:
             yield from file
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -213,7 +214,7 @@ def _missing_metrics(metrics: Metrics) -> list[str]:
 def _read_object(path: Path) -> dict[str, Any] | None:
     """None where there is no such file."""
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(read_plain_file(path))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -231,7 +232,7 @@ def _read_config(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(tree, dict):
         path = folder / "config.toml"
         try:
-            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+            tree = tomllib.loads(read_plain_file(path).decode())
         except FileNotFoundError:
             return {}
         except OSError as error:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, ConfigError, build, validate
+from ..reading import read_plain_file
 from .cell import Cell
 
 BUILTIN = Path(__file__).with_name("quick.toml")
@@ -80,7 +81,7 @@ class _File:
 
 def load_grid(path: Path) -> Grid:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(read_plain_file(path).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:
