@@ -221,7 +221,8 @@ def _may_last(settings: Mapping[str, Any]) -> bool:
     """Some preset's models, and counts without bound."""
     if settings.get("model.preset", "tiny") != "tiny":
         return True
-    return any(type(value) is int and value > BOUNDLESS for value in settings.values())
+    is_boundless = any(type(value) is int and value > BOUNDLESS for value in settings.values())
+    return is_boundless or settings.get("train.compile") is True  # for the compiler takes its time
 
 
 def _may_write(settings: Mapping[str, Any]) -> tuple[str, ...]:

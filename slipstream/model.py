@@ -37,7 +37,7 @@ WRITE_TO_THE_RESIDUAL_STREAM = (
 """How the names of these parameters end."""
 
 
-MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 10_000, 10_000, 4_000_000
+MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 1000, 10_000, 4_000_000
 """Of blocks, of experts in one, and of everything else: with so many, 64 bits still count the bytes of any tensor."""
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, Part, Store, Writer
+from .checkpoint.store import MAX_STEP
 from .config import Config, ConfigError, schedule_of
 from .model import ModelConfig, decoder
 from .optim import RECIPES
@@ -300,8 +301,13 @@ def _check_state(
                 raise StateError(f"{whose} has a {key!r} of shape {its_shape}, where the parameter has {tuple(shape)}")
             if dtype.is_floating_point != value.is_floating_point():
                 raise StateError(f"{whose} has a {key!r} of {dtype}")
-        elif isinstance(value, (int, float)) and type(kept[key]) not in (bool, int, float):
+        elif isinstance(value, (int, float)) and not _is_number(kept[key], key):
             raise StateError(f"{whose} has {str(kept[key])[:60]!r} as {key!r}, and no number")
+
+
+def _is_number(value: Any, key: str) -> bool:
+    """Where steps are counted, at least one has been made: optimizers divide by them."""
+    return type(value) in (bool, int, float) and (key != "step" or 1 <= value <= MAX_STEP)
 
 
 def _check_group(kept: Any, optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -311,7 +317,7 @@ def _check_group(kept: Any, optimizer: torch.optim.Optimizer, name: str) -> None
     if not whole or len(kept) != len(optimizer.param_groups):
         raise StateError(f"what is kept of group {name!r} is not the configured optimizer's")
     for group in kept:
-        if "step" in group and type(group["step"]) not in (int, float):
+        if "step" in group and not _is_number(group["step"], "step"):
             raise StateError(f"group {name!r} has made {str(group['step'])[:60]!r} steps, which is no number")
 
 

@@ -58,9 +58,9 @@ TRAIN_MISTAKES = [
     ("--model.dim 15", "model.dim is 15, which 2 heads cannot share evenly: make it a multiple of model.num_heads"),
     ("--model.dim -1", "model.dim is -1: set it to 1 or more"),
     ("--model.dim 1.5", "model.dim = '1.5' cannot be: write a whole number"),
-    ("--model.num-layers 1000000", "model.num_layers is 1000000, more than any model has: set it to 10000 or less"),
+    ("--model.num-layers 1000000", "model.num_layers is 1000000, more than any model has: set it to 1000 or less"),
     ("--model.vocab-size 9223372036854775807", "model.vocab_size is 9223372036854775807, more than any model has: set"),
-    ("--model.hidden-dim 4000000 --model.num-layers 10000", "a model of 1,920,0"),
+    ("--model.hidden-dim 4000000 --model.num-layers 100", "a model of 19,200,"),
     ("--train.microbatch-size 9007199254740993", "a microbatch of 144,115,188,075,855,888 tokens takes at least"),
     ("--model.sequence-length 100000", "model.sequence_length = 100000 takes 100001 tokens and there are"),
     ("--optimizer.name sgd", "optimizer.name = 'sgd' is no optimizer: use muon, adamw, normuon, soap,"),
@@ -99,10 +99,7 @@ TRAIN_MISTAKES = [
     ("--run.overwrite yes", "'yes' belongs to no option: see slipstream train --help"),
     ("late.toml", "'late.toml' belongs to no option: a configuration file comes before all options"),
     ("--run.folder empty.txt", "run.folder = 'empty.txt' cannot take the folder 'tiny' (Not a directory): use another"),
-    (
-        "--run.folder . --run.name used",
-        "run.name = 'used' has been used, used exists: choose another, set checkpoint.resume ",
-    ),
+    ("--run.folder . --run.name used", "run.name = 'used' has been used, used exists: choose another, set checkpoint"),
     (
         "--run.folder . --run.name used --run.overwrite",
         "run.name = 'used' would overwrite used, which has no config.toml and is no run: choose another",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from collections import Counter
@@ -582,3 +583,18 @@ def test_prepare_refuses_what_it_cannot_turn_into_shards(tmp_path: Path) -> None
             prepare(sources, "bytes", tmp_path / "out" / "mix", **arguments)
     with pytest.raises(DataError, match="tokenizer is 'gpt2', which does not exist"):
         prepare(empty, "gpt2", tmp_path / "out" / "mix")
+
+
+@pytest.mark.timeout(20)
+def test_a_sidecar_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "web.bin").write_bytes(bytes(100))
+    os.mkfifo(tmp_path / "web.json")
+    with pytest.raises(OSError, match="it is no plain file"):
+        load_corpus(DataConfig(sources=(str(tmp_path / "web.bin"),)))
+
+
+def test_a_text_that_cannot_be_prepared_leaves_no_folder_behind(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="is not UTF-8 at byte 0"):
+        prepare([str(tmp_path / "bad.txt")], "bytes", tmp_path / "new" / "below" / "web")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.txt"]

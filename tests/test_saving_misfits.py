@@ -50,6 +50,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "key lost": (lambda r: of_the_head(r).pop("mean"), "head.output.weight has no 'mean', which the configured"),
     "number for tensor": (lambda r: of_the_head(r).update(mean=1), "has a 'mean' of another kind than the configured"),
     "text for number": (lambda r: of_the_head(r).update(step="x"), "has 'x' as 'step', and no number"),
+    "no step": (lambda r: of_the_head(r).update(step=0), "has '0' as 'step', and no number"),
     "other tensor": (
         lambda r: of_the_head(r).update(mean={"tensor": "master/head.norm.weight"}),
         "has a 'mean' of shape (16,), where the parameter has (256, 16)",

@@ -1,6 +1,7 @@
 """trace.json and the drawing of a window of it."""
 
 import json
+import os
 
 import pytest
 
@@ -111,3 +112,24 @@ def test_a_folder_without_a_trace_is_one_sentence(tmp_path, capsys, content):
     assert run(["timeline", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "trace.json" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "key, value", [("ts", "x"), ("dur", float("nan")), ("args", {"action": "9F0@v0"}), ("pid", None)]
+)
+def test_an_event_that_says_nothing_is_one_sentence(trace, tmp_path, capsys, key, value):
+    event = next(event for event in trace["traceEvents"] if event["ph"] == "X")
+    if value is None:
+        del event[key]
+    else:
+        event[key] = value
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    assert run(["timeline", str(tmp_path)]) == 2
+    assert "trace.json is no trace that slipstream train wrote: run it again" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "trace.json")
+    assert run(["timeline", str(tmp_path)]) == 2
+    assert "trace.json cannot be read (it is no plain file): name the folder" in capsys.readouterr().err

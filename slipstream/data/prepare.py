@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,20 @@ import numpy as np
 from .shards import DTYPES, SPLITS, ShardInfo, sidecar, write_sidecar
 from .text import SHARD_SUFFIX, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, num_held_out
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """There while the block runs, and afterwards: but if it fails, what was made for it is gone again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def prepare(
@@ -49,8 +64,7 @@ def prepare(
     chosen = load_tokenizer(tokenizer, "tokenizer")
     report = progress or (lambda done_bytes, total_bytes: None)
 
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
+    with _folder(prefix.parent), tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
         stream = Path(folder) / "stream"
         total, before = sum(path.stat().st_size for path in paths), 0
         with stream.open("wb") as file:

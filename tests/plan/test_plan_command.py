@@ -144,6 +144,27 @@ EXPERTS = "--model.num-experts 4 --model.experts-per-token 2 --model.expert-dim 
 MIXED = [*SMALL, *EXPERTS.split(), "--model.num-dense-layers", "1"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("forward", "x", "forward = 'x' has the wrong type: write a number"),
+        ("forward", float("nan"), "forward of embedding is nan"),
+        ("update", -1.0, "update of embedding is -1.0"),
+        ("parameters", [], "parameters = [] has the wrong type: write a whole number"),
+    ],
+)
+def test_a_profile_with_costs_that_are_none_is_refused(capsys, tmp_path, monkeypatch, key, value, sentence):
+    monkeypatch.setattr(profiling, "REPEATS", 1)
+    path = tmp_path / "profile.json"
+    assert run(["profile", "--output", str(path), *SMALL]) == 0
+    capsys.readouterr()
+    tree = json.loads(path.read_text())
+    tree["rows"][0][key] = value
+    path.write_text(json.dumps(tree))
+    said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *SMALL)
+    assert "is no profile (" in said and sentence in said
+
+
 def test_a_profile_of_a_model_with_experts_has_both_kinds_of_blocks(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "REPEATS", 2)
     path = tmp_path / "profile.json"

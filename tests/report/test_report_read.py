@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,3 +110,16 @@ def test_a_long_trace_keeps_its_end_and_says_so(write_run: WriteRun, monkeypatch
     run = read_run(write_run(), "demo")
     assert len(run.spans) == 10 and run.spans[-1].microbatch == 23
     assert "latest 10 of 96" in run.notes[0]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["summary.json", "trace.json", "metrics.jsonl"])
+def test_pipes_are_not_waited_for_and_devices_not_read_to_their_end(write_run: WriteRun, file: str) -> None:
+    path = write_run(without=(file,)) / file
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match=rf"{file} cannot be read \(it is no plain file\)"):
+        read_run(path.parent, "demo")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=rf"{file} cannot be read \(it is no plain file\)"):
+        read_run(path.parent, "demo")

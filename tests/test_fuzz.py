@@ -1,0 +1,16 @@
+"""A few of the cases of faults/fuzz.py; `make test-fuzz` plays thousands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for left-over processes in /proc")
+def test_generated_configurations_and_spoilt_files_run_or_are_refused_in_one_sentence():
+    script = Path(__file__).parents[1] / "faults" / "fuzz.py"
+    command = [sys.executable, str(script), "--configs", "30", "--files", "15", "--seed", "2"]
+    played = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert played.returncode == 0, played.stdout + played.stderr
+    assert " 0 violations" in played.stdout
