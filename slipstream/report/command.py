@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ def report(arguments: list[str]) -> None:
     if not given.runs:
         raise UsageError("RUN is missing: name the folder of a run, such as runs/default")
     folders = [_find(path) for path in given.runs]
-    for folder, times in Counter(folder.resolve() for folder in folders).items():
+    for path, times in Counter(map(os.path.realpath, folders)).items():
         if times > 1:
-            raise UsageError(f"run = {str(folder)!r} is given {times} times: name it once")
+            raise UsageError(f"run = {path!r} is given {times} times: name it once")
     for folder in folders:
         check_is_run(folder)
     output = given.output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
@@ -88,5 +89,5 @@ def _read(folders: Sequence[Path], screen: Screen) -> list[Run]:
 
 def names(folders: Sequence[Path]) -> list[str]:
     """A folder's own name, or its path where two have the same name."""
-    own = [folder.resolve().name for folder in folders]
+    own = [os.path.basename(os.path.realpath(folder)) for folder in folders]
     return [str(folder) if own.count(name) > 1 else name for folder, name in zip(folders, own, strict=True)]

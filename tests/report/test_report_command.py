@@ -76,3 +76,12 @@ def test_a_mistake_is_one_sentence(
     assert said.count("\n") == 1 and "Traceback" not in said
     assert words in said
     assert not list(tmp_path.rglob("*.html"))
+
+
+def test_a_link_to_itself_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert cli.run(["report", "loop"]) == 2
+    assert capsys.readouterr().err.startswith("slipstream: run = 'loop' is no run: ")
