@@ -17,7 +17,7 @@ test-faults: .venv/.installed
 	$(BIN)/python -m faults.others
 
 test-fuzz: .venv/.installed
-	$(BIN)/python faults/fuzz.py
+	$(BIN)/python -m faults.fuzz
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Bad input, generated: configurations, command lines and files that nobody would write by hand.
 
-    python faults/fuzz.py --configs 2000 --files 500 --seed 0
-    python faults/fuzz.py --seed 0 --only config/17      one case again, with all that it said
+    python -m faults.fuzz --configs 2000 --files 500 --seed 0
+    python -m faults.fuzz --seed 0 --only config/17      one case again, with all that it said
 
 Every case is one command of the program, in a process and a folder of its own. It ends well, or is refused: exit code 2
 and one sentence. No traceback, no hang, and not a file changed outside the run's folder; where it is refused, none at
@@ -28,8 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -282,7 +280,7 @@ class Fuzzer:
         print(f"\n{name}: {words}\n  {case.what}\n  slipstream {ascii(case.arguments)[:1500]}")
         for line in (outcome.out.splitlines() + outcome.err.splitlines())[-12:]:
             print(f"  | {ascii(line)[:400]}")
-        print(f"  again: python faults/fuzz.py --seed {self._seed} --only {name}", flush=True)
+        print(f"  again: python -m faults.fuzz --seed {self._seed} --only {name}", flush=True)
 
     def table(self) -> str:
         columns = ["ended well", "refused", *EXCUSES, "still going"]
@@ -304,7 +302,7 @@ class Fuzzer:
 def _get_ready(work: Path) -> None:
     """Imports, once, what cases would import each for itself. One that never had a second thread is safe to fork."""
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     os.environ["MPLCONFIGDIR"] = str(work / "matplotlib")  # whose cache of fonts is nobody's violation
     for name in ("trainer", "study.command", "report.command", "plan.command", "schedule.command", "data"):
         importlib.import_module(f"slipstream.{name}")
@@ -328,8 +326,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="one case, such as config/17: shows it, and keeps its folder")
     given = parser.parse_args()
 
-    from spoilt_configs import make_config
-    from spoilt_files import make_file, make_templates
+    from .spoilt_configs import make_config
+    from .spoilt_files import make_file, make_templates
 
     work = Path(tempfile.mkdtemp(prefix="slipstream-fuzz-"))
     _get_ready(work)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fuzz import Case
-
 from slipstream.config import Config
 from slipstream.model import PRESETS
 from slipstream.optim.recipes import RECIPES
+
+from .fuzz import Case
 
 TEXT = "".join(f"{i} plus {i} makes {2 * i}.\n" for i in range(200))
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fuzz import Case, play
-from spoilt_configs import BASE, TEXT, _options
+from .fuzz import Case, play
+from .spoilt_configs import BASE, TEXT, _options
 
 STUDY = """
 name = "small"
