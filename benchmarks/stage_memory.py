@@ -4,10 +4,8 @@
     python benchmarks/stage_memory.py --device cuda --preset 1b --stage 3
     python benchmarks/stage_memory.py --device cpu --preset tiny --stages 2 --stage 1
 
-The stage is the program's own: Pipeline, versions, update, executor. Its neighbours are played by a transport that
-hands it random activations and gradients, keeps messages as long as links between processes do, and lets the sums over
-stages arrive only after the next backward, as they do where the other stages are later. Weights are random, so the loss
-means nothing.
+The stage is the program's own: Pipeline, versions, update, executor. Its neighbours are played by alone.py. Weights are
+random, so the loss means nothing.
 
 Measured on CUDA is torch.cuda.max_memory_allocated, over all steps and not counting the building of the stage; on the
 CPU the most bytes of live tensors, which leaves out what kernels allocate inside.
@@ -16,11 +14,9 @@ CPU the most bytes of live tensors, which leaves out what kernels allocate insid
 from __future__ import annotations
 
 import argparse
-import threading
-from collections import deque
-from collections.abc import Sequence
 
 import torch
+from alone import Alone
 from torch import Tensor, nn
 
 from slipstream import Pipeline
@@ -29,126 +25,11 @@ from slipstream.loss import decoder_and_loss
 from slipstream.model import initialise, layer_costs
 from slipstream.parts import parameter_groups, recomputed_layers
 from slipstream.pipeline import partition
-from slipstream.pipeline.comm import Exchange, Gathering, Transport
-from slipstream.pipeline.link import Link, Message, Waiting
 from slipstream.plan.live import LiveBytes
 from slipstream.plan.memory import MemoryModel, Stage, StageMemory
 from slipstream.plan.predict import FLUSHING, StageCosts, predict
 
 GIB = 2**30
-
-
-class Alone(Transport):
-    """A stage's view of others that are not there."""
-
-    def __init__(
-        self,
-        stage: int,
-        num_stages: int,
-        shape: tuple[int, ...],
-        device: torch.device,
-        num_microbatches: int,
-        live: LiveBytes | None,
-    ) -> None:
-        self.stage, self.num_stages, self.timeout_seconds = stage, num_stages, 60.0
-        self.backward = threading.Condition()
-        self.num_backwards = 0
-        self._num_microbatches, self._live = num_microbatches, live
-        self._watched = {threading.get_ident()}
-        self.forward_in = InLink(self, shape, device, 1.0)
-        self.forward_out = OutLink(self)
-        self.backward_in = InLink(self, shape, device, 1e-6, counts=True)
-        self.backward_out = OutLink(self, counts=stage == num_stages - 1)
-
-    def count_backward(self) -> None:
-        with self.backward:
-            self.num_backwards += 1
-            self.backward.notify_all()
-
-    def wait_for_next_backward(self) -> None:
-        """The update of a batch, in its own thread, waits until the next batch has begun to make gradients."""
-        if threading.current_thread() is not threading.main_thread():
-            with self.backward:
-                self.backward.wait_for(lambda: self.num_backwards % self._num_microbatches != 0, timeout=5.0)
-
-    def open_group(self, stages: tuple[int, ...]) -> None:
-        pass
-
-    def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        if self._live is not None and threading.get_ident() not in self._watched:
-            self._watched.add(threading.get_ident())
-            self._live.watch().__enter__()  # for as long as the thread lives
-        return AloneGathering(self, tensor, len(stages))
-
-    def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
-        raise NotImplementedError("a stage alone has no replicas")
-
-    def open_sharing(self) -> None:
-        raise NotImplementedError("a stage alone has no replicas")
-
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
-        raise NotImplementedError("a stage alone has no replicas")
-
-    def fail(self, message: str) -> str:
-        return message
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class AloneGathering(Gathering):
-    """All stages have what this one has. Room for their tensors is taken at once, as torch.distributed wants it."""
-
-    def __init__(self, transport: Alone, tensor: Tensor, num_stages: int) -> None:
-        self._transport, self._tensor = transport, tensor
-        self._gathered = [torch.empty_like(tensor) for _ in range(num_stages)]
-
-    def wait(self, waiting: Waiting) -> list[Tensor]:
-        self._transport.wait_for_next_backward()
-        for copy in self._gathered:
-            copy.copy_(self._tensor)
-        return self._gathered
-
-
-class InLink(Link):
-    def __init__(
-        self, transport: Alone, shape: tuple[int, ...], device: torch.device, scale: float, counts: bool = False
-    ) -> None:
-        self._transport, self._shape, self._device, self._scale, self._counts = transport, shape, device, scale, counts
-        self._posted: deque[Tensor] = deque()
-
-    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
-        raise AssertionError("nothing is sent on a link that comes in")
-
-    def expect(self, kind: str) -> None:
-        self._posted.append(torch.empty(self._shape, device=self._device).normal_(0, self._scale))
-
-    def take(self, waiting: Waiting) -> Message:
-        if self._counts:
-            self._transport.count_backward()
-        return (self._posted.popleft(),)
-
-
-class OutLink(Link):
-    def __init__(self, transport: Alone, counts: bool = False) -> None:
-        self._transport, self._counts = transport, counts
-        self._sending: deque[Message] = deque()
-
-    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
-        self._sending.append(message)
-        while len(self._sending) > self._transport.max_under_way:
-            self._sending.popleft()
-        if self._counts:
-            self._transport.count_backward()
-
-    def expect(self, kind: str) -> None:
-        raise AssertionError("nothing comes in on a link that goes out")
-
-    def take(self, waiting: Waiting) -> Message:
-        raise AssertionError("nothing comes in on a link that goes out")
 
 
 def parse() -> argparse.Namespace:
@@ -206,7 +87,7 @@ def measure_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
     model, device, live = model_config(config, 0), torch.device(given.device), LiveBytes()
     shape = (given.microbatch_size, model.sequence_length, model.dim)
     counts = live if given.device == "cpu" else None
-    transport = Alone(given.stage, given.stages, shape, device, given.microbatches, counts)
+    transport = Alone(given.stage, given.stages, shape, device, given.microbatches, given.steps, counts)
 
     with torch.device("meta"):
         whole, loss = decoder_and_loss(model, given.loss_chunk_tokens)

@@ -131,8 +131,8 @@ class OptimizerSection:
     clip_norm: float = 1.0
     """Every parameter group's gradient is scaled down to this norm, taken over all stages; 0: no clipping."""
     sharded: bool = False
-    """The replicas of a stage share its optimizer: each keeps weights and state of a part of the parameters, steps them,
-    and hands them to the others (ZeRO-1)."""
+    """The replicas of a stage share its optimizer: each keeps weights and state of a part of the parameters, steps
+    them, and hands them to the others (ZeRO-1)."""
     error_feedback: float = 1.0
     """lam: how much of the one-step prediction to apply; 0 is plain delay. No effect while synchronous."""
     schedule: str = "cosine"
@@ -171,6 +171,9 @@ class TrainSection:
     """Tokens whose logits exist at a time: head and loss go over a microbatch in chunks of so many; 0: all at once."""
     recompute_every: int = 0
     """Every n-th block keeps its input alone and is computed again in the backward; 1: all blocks, 0: none."""
+    compile: bool = False
+    """Run the blocks through torch.compile, all that are alike through one graph: fewer kernels, the same numbers up to
+    rounding. The first microbatches wait for the compiler."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,23 @@ class EvaluationSection:
     """0: only at the end. The held-out set passes through without a drain."""
     batches: int = 8
     """Microbatches of held-out text; 0: no evaluation."""
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    every_steps: int = 0
+    """Save after every so many steps; 0: not by steps."""
+    every_minutes: float = 0.0
+    """Save when so many minutes have passed; 0: not by the clock."""
+    at_end: bool = True
+    """Save after the last step. After SIGTERM, which stops a run within a few steps, and after SIGUSR1, which does not,
+    it is saved in any case."""
+    keep_last: int = 2
+    """How many checkpoints stay, the newest of them."""
+    keep_every: int = 0
+    """Those of every so many steps stay too; 0: none."""
+    resume: bool = False
+    """Go on from the run's newest complete checkpoint. Where there is none, begin."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +223,7 @@ class Config:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     run: RunSection = field(default_factory=RunSection)
 
 
@@ -267,6 +288,10 @@ AT_LEAST = {
     "optimizer.newton_schulz_steps": 1,
     "evaluation.every_steps": 0,
     "evaluation.batches": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.every_minutes": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
     "run.log_every_steps": 1,
     "run.trace_actions": 0,
 }
@@ -350,6 +375,16 @@ def _validate_pipeline(config: Config) -> None:
         raise ConfigError(
             f"train.recompute_every = {config.train.recompute_every} computes blocks again with the weights of their "
             "forward, and paci has overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'"
+        )
+    if section.schedule == "paci" and config.train.compile:
+        raise ConfigError(
+            "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
+            "paci it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'"
+        )
+    if section.schedule == "paci" and config.checkpoint.resume:
+        raise ConfigError(
+            "checkpoint.resume = true needs the weights that microbatches in flight have read, and paci overwrites "
+            "them: begin anew, or use another schedule"
         )
     try:
         schedule_of(config)

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,12 @@ class Metrics:
         self, folder: Path, schedule: Schedule, tokens_per_step: int, log_every_steps: int, screen: Console
     ) -> None:
         num_steps = schedule.num_steps or 0
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
+        path = folder / "metrics.jsonl"
+        self.earlier = _rows_before(path, schedule.first_step)
+        """Of the part of the run that this one goes on from."""
+        _rewrite(path, self.earlier)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._first_step = schedule.first_step
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
         self._screen = screen
         self._schedule = schedule
@@ -59,14 +65,14 @@ class Metrics:
             console=screen,
             disable=not screen.is_terminal,
         )
-        self._task = self._progress.add_task("filling the pipeline", total=num_steps)
+        self._task = self._progress.add_task("filling the pipeline", total=num_steps, completed=self._first_step)
         self._progress.start()
 
     def step(self, report: StepReport, learning_rates: dict[str, float]) -> None:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         done = report.step + 1
-        average = done * self._tokens_per_step / (now - self._started)
+        average = (done - self._first_step) * self._tokens_per_step / (now - self._started)
         self._expect(report)
         self._write(
             step=report.step,
@@ -90,7 +96,9 @@ class Metrics:
             utilisation += f" of {self.expectation.expected:.2f} expected"
         line = f"loss {report.loss:.4f}{self._validation}  {average:,.0f} tokens/s{utilisation}"
         self._progress.update(self._task, completed=done, description=line)
-        if not self._screen.is_terminal and (done % self._log_every == 0 or done in (1, self._num_steps)):
+        if not self._screen.is_terminal and (
+            done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps)
+        ):
             self._screen.print(f"step {done}/{self._num_steps}  {line}")
 
     def _expect(self, report: StepReport) -> None:
@@ -114,6 +122,27 @@ class Metrics:
         self._progress.stop()
         self._file.close()
         return time.perf_counter() - self._started
+
+
+def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
+    """What a run that is taken up again has said already and will not say again: of updates before `first_step`, and of
+    evaluations before the one that belongs to it."""
+    if first_step == 0 or not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError, TypeError, KeyError):  # the last line of a process that was killed
+            row = json.loads(line)
+            if row["step"] < first_step - ("val_loss" in row):
+                rows.append(row)
+    return rows
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    """As a whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    draft.replace(path)
 
 
 def finite(value: Any) -> Any:

@@ -15,6 +15,7 @@ Every sum is made in a fixed order, also on a GPU: rows are only ever permuted, 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
+    keeps_dtype = ("bias",)
+    """Beside coarser weights too: its steps are small, and its gradient counts tokens."""
+
     def __init__(self, dim: int, num_experts: int, experts_per_token: int) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
@@ -82,20 +86,15 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
         for stack in (self.gate, self.up, self.down):
             nn.init.normal_(stack, std=0.02)
+        _keep_from_compilers()
 
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
         """rows: those of the first expert, then those of the second, and so on, as many as `loads` says."""
-        groups = loads.cumsum(0).int() if _has_grouped_kernel(rows, self.gate) else _sizes(rows, loads)
-        hidden = F.silu(_products(rows, self.gate, groups)) * _products(rows, self.up, groups)
-        return _products(hidden, self.down, groups)
-
-
-def _products(rows: Tensor, stack: Tensor, groups: Tensor | list[int]) -> Tensor:
-    """Every row times the transposed matrix of its expert. groups: where each expert's rows end, or how many it has."""
-    if isinstance(groups, Tensor):
-        return F.grouped_mm(rows, stack.mT, offs=groups)
-    # unbind, and not stack[i]: the gradient of each stack[i] would be a whole stack of zeros around one matrix.
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(rows.split(groups), stack.unbind(), strict=True)])
+        if not _has_grouped_kernel(rows, self.gate):
+            return _by_expert(rows, loads, self.gate, self.up, self.down)
+        ends = loads.cumsum(0).int()
+        hidden = F.silu(F.grouped_mm(rows, self.gate.mT, offs=ends)) * F.grouped_mm(rows, self.up.mT, offs=ends)
+        return F.grouped_mm(hidden, self.down.mT, offs=ends)
 
 
 def _has_grouped_kernel(rows: Tensor, stack: Tensor) -> bool:
@@ -105,8 +104,30 @@ def _has_grouped_kernel(rows: Tensor, stack: Tensor) -> bool:
         rows.is_cuda
         and rows.dtype == torch.bfloat16
         and all(size % 8 == 0 for size in stack.shape[1:])
-        and torch.cuda.get_device_capability(rows.device)[0] == 9
+        and torch.cuda.get_device_properties(rows.device).major == 9
     )
+
+
+def _expert_by_expert(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    sizes = _sizes(rows, loads)
+
+    def products(parts: Tensor, stack: Tensor) -> Tensor:
+        # unbind, and not stack[i]: the gradient of each stack[i] would be a whole stack of zeros around one matrix.
+        pairs = zip(parts.split(sizes), stack.unbind(), strict=True)
+        return torch.cat([F.linear(part, matrix) for part, matrix in pairs])
+
+    return products(F.silu(products(rows, gate)) * products(rows, up), down)
+
+
+_by_expert = _expert_by_expert
+
+
+@cache
+def _keep_from_compilers() -> None:
+    """Its shapes are those of the data, and every load would be another graph. Done where experts are made, and not for
+    everyone who imports this: it takes as long as importing torch."""
+    global _by_expert
+    _by_expert = torch.compiler.disable(_expert_by_expert)
 
 
 def _sizes(rows: Tensor, loads: Tensor) -> list[int]:

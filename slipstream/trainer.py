@@ -10,6 +10,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import shutil
 import statistics
 import sys
@@ -22,15 +23,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Config, ConfigError, to_toml, validate
+from .checkpoint import Checkpoint
+from .config import Config, ConfigError, schedule_of, to_toml, validate
 from .expectation import Expectation
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen, draw_losses, finite
 from .model import initialise, num_parameters
 from .parts import Parts, check, recomputed_layers
-from .pipeline import Pipeline, StepReport, Transport, launch
+from .pipeline import Pipeline, StepReport, Transport, launch, under_torchrun
 from .pipeline.clock import Activity, Span
 from .pipeline.comm import gather_objects
+from .saving import SIGNALS, Saver, Wishes, checkpoint_store, newest, state_of, sync_start_steps
 from .schedule import Action, Schedule
 from .schedule.render import svg
 from .trace import TraceError, chrome_trace, measured_timeline, steady_window
@@ -47,40 +50,69 @@ def train(config: Config) -> None:
     validate(config)
     folder = run_folder(config)
     if is_first:
-        _check_folder(folder, config.run.overwrite)
+        _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
     parts = check(config)
+    store = checkpoint_store(config, folder)
+    found = newest(store, config, parts.model, Screen().print) if config.checkpoint.resume else None
+    if found is not None and found.step == config.train.steps:
+        if is_first:
+            Screen().print(f"{folder} has made its {found.step} steps: raise train.steps to go on")
+        return
     if is_first:
-        _make_folder(folder, config)
+        _make_folder(folder, config, keep=config.checkpoint.resume)
+        store.clean()
+        if found is not None:
+            Screen().print(f"going on from the checkpoint of step {found.step}")
         replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
             f"{parts.layers_per_stage} layers{replicas}, {config.pipeline.schedule}, {config.train.device}; "
             f"writing {folder}"
         )
+    is_threaded = config.pipeline.transport == "thread"
     launch(
-        partial(train_stage, config=config),
+        partial(
+            train_stage,
+            config=config,
+            attempt=_attempt(),
+            resumed_at=None if found is None else found.step,
+            # Only a main thread is told of signals.
+            wishes=Wishes(config.checkpoint.every_minutes) if is_threaded else None,
+        ),
         config.pipeline.stages,
         num_replicas=config.pipeline.replicas,
         placement=config.pipeline.placement,
-        threads=config.pipeline.transport == "thread",
+        threads=is_threaded,
         device=config.train.device,
         timeout_seconds=config.pipeline.timeout_seconds,
         shared_memory=config.pipeline.shared_memory,
         backend=config.pipeline.backend,
         start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
+        forwarded=SIGNALS,
     )
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
+def _attempt() -> str:
+    """The same for all processes of a launch."""
+    if not under_torchrun():
+        return secrets.token_hex(4)
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    return hashlib.sha256(" ".join(os.environ.get(name, "") for name in names).encode()).hexdigest()[:16]
+
+
+def _check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
     try:
         if not (folder.exists() or folder.is_symlink()):
             return
         is_run = (folder / "config.toml").exists() and not folder.is_symlink()
     except OSError as error:
         raise _unwritable(folder, error) from error
+    if resumes and is_run:
+        return
     if not overwrite:
         raise ConfigError(
-            f"run.name = {folder.name!r} has been used, {folder} exists: choose another, or set run.overwrite"
+            f"run.name = {folder.name!r} has been used, {folder} exists: choose another, set checkpoint.resume to go "
+            "on with it, or run.overwrite"
         )
     if not is_run:
         raise ConfigError(
@@ -89,11 +121,11 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _make_folder(folder: Path, config: Config) -> None:
+def _make_folder(folder: Path, config: Config, keep: bool) -> None:
     try:
-        if folder.exists():
+        if folder.exists() and not keep:
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=keep)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -105,27 +137,40 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def train_stage(transport: Transport, config: Config) -> None:
-    """One stage of a run, in whatever process or thread it was put."""
+def train_stage(
+    transport: Transport,
+    config: Config,
+    attempt: str | None = None,
+    resumed_at: int | None = None,
+    wishes: Wishes | None = None,
+) -> None:
+    """One stage of a run, in whatever process or thread it was put. resumed_at: the step of the checkpoint that the run
+    goes on from."""
     parts = check(config)
     device = torch.device(config.train.device)
     if device.type == "cpu" and config.pipeline.transport == "process":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (transport.num_stages * transport.num_replicas)))
-    pipeline = make_pipeline(transport, config, parts)
+    speaks = transport.stage == 0 and transport.replica == 0
+    store = checkpoint_store(config, run_folder(config), attempt)
+    found = None if resumed_at is None else store.open(resumed_at, verify=False)
+    wishes = wishes or Wishes(config.checkpoint.every_minutes if speaks else 0.0)
+    pipeline = make_pipeline(transport, config, parts, wishes, found)
     is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
     tokens_per_step = parts.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
     metrics = (
         Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
     )
+    saver = Saver(config, parts.model, transport, pipeline, store, screen.print)
     delays: list[int] = []
-    losses: list[float] = []
+    losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
     val_loss: float | None = None
     try:
         for report in pipeline.run():
             if isinstance(report, StepReport):
                 delays.append(report.delay)
                 losses.append(report.loss)
+                saver.after(report)
                 if metrics:
                     metrics.step(report, parts.learning_rates(report.step))
             else:
@@ -134,14 +179,25 @@ def train_stage(transport: Transport, config: Config) -> None:
                     metrics.evaluation(report)
     finally:
         seconds = metrics.close() if metrics else 0.0
+    was_stopped = pipeline.executor.end != config.train.steps
+    saved = saver.finish(was_stopped)
     stages = _gather_stages(transport, pipeline, delays, config)
     if metrics:
-        summary = _summary(config, parts, stages, losses, val_loss, seconds, metrics.expectation)
+        summary = _summary(config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
         _leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
+        if was_stopped:
+            screen.print(f"stopped after step {saved}, and saved: go on with --checkpoint.resume")
 
 
-def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipeline:
-    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any."""
+def make_pipeline(
+    transport: Transport,
+    config: Config,
+    parts: Parts,
+    wishes: Wishes | None = None,
+    found: Checkpoint | None = None,
+) -> Pipeline:
+    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any. found: a
+    checkpoint to go on from."""
     device = torch.device(config.train.device)
     with torch.device("meta"):
         model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
@@ -151,6 +207,7 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         layers.to_empty(device=device)
         initialise(layers, parts.model, config.train.seed)
 
+    sync_start = config.pipeline.sync_start_steps if found is None else sync_start_steps(found, schedule_of(config))
     validation = parts.validation
     num_validation_tokens = sum(map(validation.num_tokens, range(len(validation)))) if validation else 1
     return Pipeline(
@@ -163,7 +220,7 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         num_steps=config.train.steps,
         schedule=config.pipeline.schedule,
         depth=config.pipeline.depth,
-        sync_start_steps=config.pipeline.sync_start_steps,
+        sync_start_steps=sync_start,
         learning_rate=parts.learning_rate,
         loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
         evaluation=validation,
@@ -178,7 +235,10 @@ def make_pipeline(transport: Transport, config: Config, parts: Parts) -> Pipelin
         reduction_dtype=_dtype(config.train.reduction_dtype),
         shard_optimizer=config.optimizer.sharded,
         recompute=recomputed_layers(config, parts.model),
+        compile=config.train.compile,
         prepare=materialise,
+        requests=wishes,
+        start=None if found is None else state_of(found),
         device=device,
     )
 
@@ -240,12 +300,14 @@ def _summary(
     val_loss: float | None,
     seconds: float,
     expectation: Expectation | None,
+    pipeline: Pipeline,
 ) -> dict[str, Any]:
+    first_step, end = pipeline.schedule.first_step, pipeline.executor.end or 0
     parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
     checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
     utilisations = [stage["utilisation"] for stage in stages]
     delays = [delay for stage in stages for delay in stage["delays"]]
-    tokens = parts.batches.num_tokens(0) * config.train.steps
+    tokens = parts.batches.num_tokens(0) * (end - first_step)
     tail = losses[-max(1, len(losses) // 20) :]
     return {
         "schedule": config.pipeline.schedule,
@@ -253,7 +315,8 @@ def _summary(
         "replicas": config.pipeline.replicas,
         "layers_per_stage": parts.layers_per_stage,
         "microbatches": config.pipeline.microbatches,
-        "steps": config.train.steps,
+        "steps": end,
+        "resumed_at": first_step or None,
         "parameters": num_parameters(parts.model),
         "tokens": tokens,
         "first_loss": losses[0],

@@ -93,7 +93,10 @@ TRAIN_MISTAKES = [
     ("--run.overwrite yes", "'yes' belongs to no option: see slipstream train --help"),
     ("late.toml", "'late.toml' belongs to no option: a configuration file comes before all options"),
     ("--run.folder empty.txt", "run.folder = 'empty.txt' cannot take the folder 'tiny' (Not a directory): use another"),
-    ("--run.folder . --run.name used", "run.name = 'used' has been used, used exists: choose another, or set run.over"),
+    (
+        "--run.folder . --run.name used",
+        "run.name = 'used' has been used, used exists: choose another, set checkpoint.resume ",
+    ),
     (
         "--run.folder . --run.name used --run.overwrite",
         "run.name = 'used' would overwrite used, which has no config.toml and is no run: choose another",
@@ -377,13 +380,22 @@ def test_a_stage_that_raises_ends_the_run_with_one_message_and_its_traceback_in_
 
 @linux
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_an_interrupt_ends_all_stages_with_one_line(signum, tiny):
+def test_an_interrupt_ends_all_stages_with_one_line(tiny):
     with running(tiny) as process:
         stages = children(process.pid)
         assert len(stages) == 3
-        process.send_signal(signum)
+        process.send_signal(signal.SIGINT)
         assert ending(process, stages) == (130, "slipstream: interrupted\n")
+
+
+@linux
+@pytest.mark.timeout(60)
+def test_a_request_to_end_is_obeyed_when_the_run_is_saved(tiny):
+    with running(tiny) as process:
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, said) == (0, "")
+    assert list(Path(tiny.run.folder, tiny.run.name, "checkpoints").glob("step-*/manifest.json"))
 
 
 def test_a_failure_among_threads_keeps_its_traceback(tiny, tmp_path, capsys, monkeypatch):

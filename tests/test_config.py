@@ -90,7 +90,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("[trian]\nsteps = 3", "trian is unknown: did you mean train?"),
         ("[train]\nstep = 3", "train.step is unknown: did you mean steps?"),
         ("steps = 3", "steps is unknown: did you mean train.steps?"),
-        ("zzz = 3", "zzz is unknown: known are model, data, pipeline, optimizer, train, evaluation, run"),
+        ("zzz = 3", "zzz is unknown: known are model, data, pipeline, optimizer, train, evaluation, checkpoint, run"),
         ("train = 3", "train = 3 is not a section: write it as a TOML table"),
         ("[[train]]\nsteps = 3", "is not a section: write it as a TOML table"),
         ("[train]\nsteps = '3'", "train.steps = '3' has the wrong type: write a whole number"),
@@ -176,6 +176,11 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
             {"pipeline__schedule": "paci", "optimizer__error_feedback": 0.0, "train__recompute_every": 2},
             "train.recompute_every = 2 computes blocks again with the weights of their forward, and paci has "
             "overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'",
+        ),
+        (
+            {"pipeline__schedule": "paci", "optimizer__error_feedback": 0.0, "train__compile": True},
+            "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
+            "paci it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'",
         ),
         ({"train__loss_chunk_tokens": -1}, "train.loss_chunk_tokens = -1 is too small: use 0 or more"),
         ({"train__recompute_every": -1}, "train.recompute_every = -1 is too small: use 0 or more"),

@@ -28,6 +28,7 @@ def report(step: int, loss: float = 2.5) -> StepReport:
         learning_rates={},
         alignments={"all": Alignment(math.nan, math.nan)},
         skipped=False,
+        save=False,
         delay=1,
     )
 

@@ -3,6 +3,8 @@
 import json
 import math
 import tomllib
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from settings import changed
+from torch import nn
 
+import slipstream.pipeline.pipeline
 from slipstream.config import Config, ConfigError, ModelSection, load_toml
 from slipstream.model import decoder, num_parameters
 from slipstream.parts import check, parameter_groups
@@ -49,6 +53,7 @@ def test_a_run_leaves_everything_behind(finished):
         "trace.json",
         "timeline.svg",
         "loss.png",
+        "checkpoints",
     }
     assert load_toml(folder / "config.toml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -132,7 +137,9 @@ def test_a_run_is_not_overwritten_unless_it_is_asked_for(tiny):
     train(tiny)
     folder = Path(tiny.run.folder, tiny.run.name)
     (folder / "of_before").touch()
-    with pytest.raises(ConfigError, match=r"run\.name = 'tiny' has been used, .* exists: choose another, or set run"):
+    with pytest.raises(
+        ConfigError, match=r"run\.name = 'tiny' has been used, .* exists: choose another, set checkpoint.resume "
+    ):
         train(tiny)
     assert (folder / "of_before").exists()
     train(changed(tiny, run__overwrite=True))
@@ -236,6 +243,32 @@ def test_no_stage_ever_holds_more_than_its_own_layers(tied, schedule, copies, ti
         assert 0 <= kept - copies * sum(own) - tables <= 512 + tied * max(own)
         assert peak <= kept + 3 * max(own)
         assert peak < num_bytes / 2
+
+
+class Asked(nn.Sequential):
+    """In the place of the compiled stage, for which torch would start threads, and the next test forks."""
+
+    def __init__(self, layers: OrderedDict[str, nn.Module], recomputed: Collection[str], backend: str) -> None:
+        super().__init__(layers)
+        self.asked = (sorted(recomputed), backend)
+
+
+def test_the_configuration_decides_whether_stages_are_compiled(tiny, monkeypatch):
+    monkeypatch.setattr(slipstream.pipeline.pipeline, "Compiled", Asked)
+
+    def ask(**fields: Any) -> list[Any]:
+        config = changed(tiny, **fields)
+        parts = check(config)
+
+        def worker(transport: Transport) -> list[Any]:
+            versions = make_pipeline(transport, config, parts).versions
+            return [getattr(module, "asked", None) for module in (versions.module(0), versions.master_module())]
+
+        return [answer for stage in launch(worker, 2, threads=True, timeout_seconds=30.0) for answer in stage]
+
+    assert ask() == [None] * 4
+    assert ask(train__compile=True) == [([], "inductor")] * 4
+    assert ask(train__compile=True, train__recompute_every=1) == [(["block0", "block1"], "inductor")] * 4
 
 
 # ---- what it learns

@@ -4,12 +4,15 @@
 
 They can be used with any training loop. Under error feedback leave `weight_decay` at 0 and give it to the
 `Group` instead: decay done in here would look like a part of the update and be extrapolated with it.
+
+A step never waits for the device. On a GPU small matrices share their kernels, and large tensors are passed over once
+(kernels.py); on a CPU every parameter is stepped on its own, so that its bits do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -17,14 +20,54 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .rules import NS_DTYPES, SCALES, adamw_update, momentum_direction, orthogonal_update, sign_update
+from . import kernels
+from .rules import NS_DTYPES, SCALES, adamw_update, momentum_weight, orthogonal_update, sign_update
 
-# Large matrices gain nothing from being stacked, and a stack costs several temporaries of its size.
 STACK_ELEMENTS = 2**24
+"""Large matrices gain nothing from being stacked, and a stack costs several temporaries of its size."""
+LARGE_ELEMENTS = 2**20
+"""From here on a pass over a parameter takes a GPU longer than the launch of its kernel takes the host."""
+
+
+def stack_elements(ns_dtype: torch.dtype) -> int:
+    """At most so many elements, but at least one parameter, are orthogonalised together. In bf16 more: the iteration
+    then keeps two copies of two bytes, else four of four. The tiles of several matrices fill a GPU more evenly."""
+    return STACK_ELEMENTS * (4 if ns_dtype == torch.bfloat16 else 1)
+
+
+class PredictingOptimizer(Optimizer):
+    """An optimizer that can write predicted weights in the same pass that makes the update."""
+
+    _ahead: tuple[Mapping[Tensor, Tensor], float] | None = None
+
+    @torch.no_grad()
+    def step_ahead(self, working: Sequence[Tensor], coefficient: float) -> None:
+        """A step that leaves z - coefficient u in `working`, which has the order and shapes of all parameters: what
+        `correction.predict` makes of copies taken before, without the copies. Decay is not extrapolated."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._ahead = dict(zip(parameters, working, strict=True)), coefficient
+        try:
+            self.step()
+        finally:
+            self._ahead = None
+        for parameter, copy in zip(parameters, working, strict=True):
+            if parameter.grad is None:
+                copy.copy_(parameter)
+
+    def _apply(self, parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+        copy, coefficient = self._target(parameter)
+        _move(parameter, update, copy, 1 - group["lr"] * group["weight_decay"], coefficient)
+
+    def _target(self, parameter: Tensor) -> tuple[Tensor | None, float]:
+        """Where the predicted parameter goes, and how far it is predicted."""
+        if self._ahead is None:
+            return None, 0.0
+        working, coefficient = self._ahead
+        return working[parameter].detach(), coefficient
 
 
 @final
-class Muon(Optimizer):
+class Muon(PredictingOptimizer):
     """Orthogonalised momentum for hidden matrices, stacked by shape so that small ones share their kernels.
 
     A 3-D parameter is a stack of matrices, each orthogonalised on its own. Embeddings, heads and vectors want
@@ -58,6 +101,12 @@ class Muon(Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
+        self._stacks: dict[Tensor, tuple[Tensor, list[Tensor]]] = {}
+        """By the first parameter of a stack: momenta together, and each parameter's view of them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stacks = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -91,40 +140,71 @@ class Muon(Optimizer):
                 if parameter.grad is not None:
                     alike[*parameter.shape[-2:], parameter.dtype, parameter.device].append(parameter)
             for parameters in alike.values():
-                for stack in _stacks(parameters):
+                for stack in _stacks(parameters, stack_elements(group["ns_dtype"])):
                     self._step_stack(stack, group)
         return loss
 
     def _step_stack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        rows, cols = parameters[0].shape[-2:]
-        directions = []
-        for parameter in parameters:
-            assert parameter.grad is not None
-            state = self.state[parameter]
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-            direction = momentum_direction(
-                parameter.grad,
-                state["momentum"],
-                beta=group["beta"],
-                nesterov=group["nesterov"],
-                lookahead=group["lookahead"],
-            )
-            directions.append(direction.reshape(-1, rows, cols))
         updates = orthogonal_update(
-            torch.cat(directions),
+            self._directions(parameters, group),
             lr=group["lr"],
             ns_steps=group["ns_steps"],
             ns_dtype=group["ns_dtype"],
             scale=group["scale"],
+            may_overwrite=True,
         )
-        sizes = [len(direction) for direction in directions]
-        for parameter, update in zip(parameters, updates.split(sizes), strict=True):
-            _apply(parameter, update.reshape(parameter.shape), group)
+        for parameter, update in _pieces(updates, parameters):
+            self._apply(parameter, update, group)
+
+    def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> Tensor:
+        """Advances every momentum. Where the iteration is in bf16 the directions are rounded here already: neither
+        they nor the updates are ever held in fp32."""
+        first, rows, cols = parameters[0], *parameters[0].shape[-2:]
+        is_narrow = group["ns_dtype"] == torch.bfloat16
+        directions = torch.empty(
+            sum(map(torch.Tensor.numel, parameters)) // (rows * cols),
+            rows,
+            cols,
+            dtype=torch.bfloat16 if is_narrow else first.dtype,
+            device=first.device,
+        )
+        weight = momentum_weight(group["beta"], group["nesterov"], group["lookahead"])
+        if len(parameters) > 1 and _share_kernels(parameters):
+            gradient = torch.cat([_gradient(parameter).reshape(-1, rows, cols) for parameter in parameters])
+            momentum = self._stacked_momentum(parameters)
+            kernels.advance_momentum(gradient, momentum, directions, beta=group["beta"], weight=weight)
+            return directions
+        for parameter, direction in _pieces(directions, parameters):
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+            kernels.advance_momentum(
+                _gradient(parameter), state["momentum"], direction, beta=group["beta"], weight=weight
+            )
+        return directions
+
+    def _stacked_momentum(self, parameters: list[Tensor]) -> Tensor:
+        """The momenta of like matrices as one tensor, of which every parameter's own state is a view. It is made anew
+        when others have come together than the last time, or when a state was loaded."""
+        stack, views = self._stacks.get(parameters[0], (None, []))
+        states = [self.state[parameter] for parameter in parameters]
+        known = [state.get("momentum") for state in states]
+        if stack is not None and list(map(id, known)) == list(map(id, views)):
+            return stack
+        rows, cols = parameters[0].shape[-2:]
+        num_matrices = sum(map(torch.Tensor.numel, parameters)) // (rows * cols)
+        stack = torch.zeros(num_matrices, rows, cols, dtype=parameters[0].dtype, device=parameters[0].device)
+        views = [view for _, view in _pieces(stack, parameters)]
+        for state, view in zip(states, views, strict=True):
+            if "momentum" in state:
+                view.copy_(state["momentum"])
+            state["momentum"] = view
+        self._stacks[parameters[0]] = stack, views
+        return stack
 
 
 @final
-class AdamW(Optimizer):
+class AdamW(PredictingOptimizer):
     """Adam with decoupled weight decay; `nesterov` looks one step ahead, which helps under delay."""
 
     def __init__(
@@ -168,23 +248,27 @@ class AdamW(Optimizer):
                     state["mean"] = torch.zeros_like(parameter)
                     state["square"] = torch.zeros_like(parameter)
                 state["step"] += 1
-                update = adamw_update(
-                    parameter.grad,
-                    state["mean"],
-                    state["square"],
-                    step=state["step"],
-                    lr=group["lr"],
-                    beta1=group["beta1"],
-                    beta2=group["beta2"],
-                    eps=group["eps"],
-                    nesterov=group["nesterov"],
-                )
-                _apply(parameter, update, group)
+                self._step_parameter(parameter, state, group)
         return loss
+
+    def _step_parameter(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        settings: dict[str, Any] = {key: group[key] for key in ("lr", "beta1", "beta2", "eps", "nesterov")}
+        settings["step"] = state["step"]
+        decay = 1 - group["lr"] * group["weight_decay"]
+        copy, coefficient = self._target(parameter)
+        gradient, mean, square = _gradient(parameter), state["mean"], state["square"]
+        tensors = [parameter, gradient, mean, square, *_present(copy)]
+        if kernels.usable(*tensors):
+            kernels.adamw_step(
+                parameter, gradient, mean, square, copy, decay=decay, coefficient=coefficient, **settings
+            )
+            return
+        for p, g, m, v, *x in _chunks(tensors):
+            _move(p, adamw_update(g, m, v, **settings), x[0] if x else None, decay, coefficient)
 
 
 @final
-class SignDescent(Optimizer):
+class SignDescent(PredictingOptimizer):
     """A step of `lr` against the sign of the gradient, and none where that is zero."""
 
     def __init__(self, params: ParamsT, *, lr: float, weight_decay: float = 0.0) -> None:
@@ -201,16 +285,8 @@ class SignDescent(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    _apply(parameter, sign_update(parameter.grad, lr=group["lr"]), group)
+                    self._apply(parameter, sign_update(parameter.grad, lr=group["lr"]), group)
         return loss
-
-
-def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-    if group["weight_decay"] != 0:
-        # p <- (1 - lr wd) p
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    # p <- p - u
-    parameter.sub_(update)
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:
@@ -220,17 +296,66 @@ def _evaluate(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut a list of like matrices into stacks of at most STACK_ELEMENTS, but at least one parameter each."""
+def _stacks(parameters: list[Tensor], max_elements: int) -> Iterator[list[Tensor]]:
+    """Cut a list of like matrices into stacks of at most so many elements, but at least one parameter each."""
     stack: list[Tensor] = []
     elements = 0
     for parameter in parameters:
-        if stack and elements + parameter.numel() > STACK_ELEMENTS:
+        if stack and elements + parameter.numel() > max_elements:
             yield stack
             stack, elements = [], 0
         stack.append(parameter)
         elements += parameter.numel()
     yield stack
+
+
+def _share_kernels(parameters: list[Tensor]) -> bool:
+    """Whether launches cost more than the copies that save them."""
+    return parameters[0].is_cuda and all(parameter.numel() < LARGE_ELEMENTS for parameter in parameters)
+
+
+def _pieces(stack: Tensor, parameters: list[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Every parameter with its part of the stack, in its shape."""
+    rows, cols = stack.shape[-2:]
+    parts = stack.split([parameter.numel() // (rows * cols) for parameter in parameters])
+    return ((parameter, part.view(parameter.shape)) for parameter, part in zip(parameters, parts, strict=True))
+
+
+def _move(
+    parameter: Tensor,
+    update: Tensor,
+    copy: Tensor | None,  # where the predicted parameter goes
+    decay: float,
+    coefficient: float,
+) -> None:
+    if parameter.numel() >= LARGE_ELEMENTS and kernels.usable(parameter, update, *_present(copy)):
+        kernels.apply_update(parameter, update, copy, decay=decay, coefficient=coefficient)
+        return
+    if decay != 1:
+        # p <- (1 - lr wd) p
+        parameter.mul_(decay)
+    # p <- p - u
+    parameter.sub_(update)
+    if copy is not None:
+        # x <- p - lam u
+        torch.sub(parameter, update, alpha=coefficient, out=copy)
+
+
+def _chunks(tensors: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """The tensors, or pieces of them all: temporaries as large as an embedding would be the peak of an update. Never
+    on a CPU, where the last bit of a sum depends on its place in the tensor."""
+    if tensors[0].is_cpu or not all(tensor.is_contiguous() for tensor in tensors):
+        return [tuple(tensors)]
+    return zip(*(tensor.view(-1).split(STACK_ELEMENTS) for tensor in tensors), strict=True)
+
+
+def _present(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from .kernels import symmetric_product
+
 SCALES = ("spectral", "match_rms_adamw")
 NS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -22,8 +24,10 @@ def newton_schulz(
     dtype: torch.dtype = torch.float32,
     eps: float = 1e-7,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    scale: float = 1.0,
+    may_overwrite: bool = False,  # `matrices`, whose memory then saves a temporary in bf16
 ) -> Tensor:
-    """Orthogonalise each matrix on its own: U S V^T becomes about U V^T.
+    """Orthogonalise each matrix on its own: U S V^T becomes about scale U V^T.
 
     Keller Jordan's quintic iteration (https://kellerjordan.github.io/posts/muon). Its coefficients give the
     steepest slope at zero, not convergence: singular values end up between 0.68 and 1.21, those that are tiny
@@ -35,11 +39,25 @@ def newton_schulz(
         raise ValueError(
             f"a tensor of shape {tuple(matrices.shape)} is no matrix: pass (rows, cols) or (n, rows, cols)"
         )
-    a, b, c = coefficients
+    if steps < 1:
+        raise ValueError(f"steps is {steps}: use at least 1 Newton-Schulz step")
     rows, cols = matrices.shape[-2:]
     X = matrices.to(dtype).reshape(-1, rows, cols)
+    if dtype == torch.bfloat16:
+        is_free = may_overwrite or matrices.dtype != dtype  # then X is a copy
+        X = _iterate_in_bf16(X, steps, eps, coefficients, scale, is_free and X.is_contiguous())
+    else:
+        X = _iterate(X, steps, eps, coefficients)
+        if scale != 1:
+            X = X.mul_(scale)
+    return X.reshape(matrices.shape).to(matrices.dtype)
+
+
+def _iterate(X: Tensor, steps: int, eps: float, coefficients: tuple[float, float, float]) -> Tensor:
+    a, b, c = coefficients
     # The Gram matrix X X^T is the small one only if X is wide.
-    if rows > cols:
+    is_tall = X.shape[1] > X.shape[2]
+    if is_tall:
         X = X.mT
     # X <- X / |X|_F, which bounds every singular value by 1
     X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp(min=eps)
@@ -47,9 +65,47 @@ def newton_schulz(
         # X <- a X + (b A + c A A) X with A = X X^T
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    if rows > cols:
+    return X.mT if is_tall else X
+
+
+def _iterate_in_bf16(
+    X: Tensor,
+    steps: int,
+    eps: float,
+    coefficients: tuple[float, float, float],
+    scale: float,
+    may_overwrite: bool,
+) -> Tensor:
+    """The same for speed: nothing as large as X is read or written but by the products themselves.
+
+    a X + (b A + c A A) X is taken as one product with a I + b A + c A A, because adding X to a product copies it
+    first. |X|_F^2 is the trace of A, and the norm divides the small matrices instead of X. The last step multiplies
+    by `scale`, and from the other side where X is tall, so that its result lies in memory as X did.
+    """
+    a, b, c = coefficients
+    room = X.view(-1) if may_overwrite else None
+    is_tall = X.shape[1] > X.shape[2]
+    if is_tall:
         X = X.mT
-    return X.reshape(matrices.shape).to(matrices.dtype)
+    for step in range(steps):
+        is_last = step == steps - 1
+        s = scale if is_last else 1.0
+        A = symmetric_product(X)
+        norm = None
+        if step == 0:
+            norm = A.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32).sqrt_().clamp_(min=eps)[:, None, None]
+            A.div_(norm.square())
+        B = symmetric_product(A, alpha=s * c, added=A, beta=s * b, diagonal=s * a)
+        if norm is not None:
+            B.div_(norm)
+        # (B X)^T = X^T B, for B is symmetric
+        left, right = (X.mT, B) if is_last and is_tall else (B, X)
+        if room is not None and step % 2 == 1:
+            X = torch.bmm(left, right, out=room.view(len(X), left.shape[1], right.shape[2]))
+        else:
+            X = torch.bmm(left, right)
+        del A, B, left, right
+    return X
 
 
 def momentum_direction(
@@ -60,14 +116,23 @@ def momentum_direction(
     momentum.lerp_(gradient, 1 - beta)
     if not nesterov:
         return momentum
+    return gradient.lerp(momentum, momentum_weight(beta, nesterov, lookahead))
+
+
+def momentum_weight(beta: float, nesterov: bool, lookahead: float) -> float:
+    """What the momentum counts in the direction, beside the newest gradient."""
+    if not nesterov:
+        return 1.0
     # Nesterov looks one step ahead, beta m + (1 - beta) g; and k steps along the same line, m + k (1 - beta) (g - m)
-    return gradient.lerp(momentum, beta if lookahead == 1 else 1 - lookahead * (1 - beta))
+    return beta if lookahead == 1 else 1 - lookahead * (1 - beta)
 
 
-def orthogonal_update(direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str) -> Tensor:
-    """u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them."""
-    rows, cols = direction.shape[-2:]
-    return newton_schulz(direction, ns_steps, ns_dtype).mul_(lr * shape_scale(scale, rows, cols))
+def orthogonal_update(
+    direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str, may_overwrite: bool = False
+) -> Tensor:
+    """u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them; of its dtype."""
+    factor = lr * shape_scale(scale, *direction.shape[-2:])
+    return newton_schulz(direction, ns_steps, ns_dtype, scale=factor, may_overwrite=may_overwrite)
 
 
 def shape_scale(scale: str, rows: int, cols: int) -> float:

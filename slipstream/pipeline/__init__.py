@@ -5,6 +5,8 @@ from .executor import EvaluationReport, NonFiniteError, PipelineError, StepRepor
 from .launch import StageFailure, launch, under_torchrun
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
+from .reduction import Requests
+from .state import StageState, StateError
 from .threads import ThreadWorld
 
 __all__ = [
@@ -13,7 +15,10 @@ __all__ = [
     "PartitionError",
     "Pipeline",
     "PipelineError",
+    "Requests",
     "StageFailure",
+    "StageState",
+    "StateError",
     "StepReport",
     "ThreadWorld",
     "Transport",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,8 +23,9 @@ from .clock import Activity, Clock, Mark, TimeSplit
 from .comm import Transport
 from .link import Message, PeerLost
 from .partition import Tied
-from .reduction import Finished, Reducer, Sums
+from .reduction import Finished, Reducer, Requests, Sums
 from .sharding import gather_masters, share
+from .staging import to_host
 from .streams import Event, Streams
 from .update import Updater
 from .versions import WeightVersions
@@ -65,6 +66,8 @@ class StepReport:
     """Per group, of the two updates before this one."""
     skipped: bool
     """An inf or a nan was seen, and the update left out."""
+    save: bool
+    """Some process asked for a checkpoint after this update."""
     delay: int
     """Updates made on this stage between the forward of the batch's first microbatch and this update, less its own."""
 
@@ -103,6 +106,8 @@ class Task:
     """By step: what a microbatch's loss is multiplied by, so that a step's losses add up to the batch's loss."""
     evaluation: Callable[[int], tuple[Any, Any]] | None = None
     evaluation_scale: float = 1.0
+    requests: Callable[[], Requests] = Requests
+    """Asked at the end of every batch: what this process would like to be done."""
     skip_non_finite: bool = False
     """Leave an update out when inf or nan shows up, instead of raising."""
 
@@ -120,8 +125,10 @@ class Executor:
         device: torch.device,
         owners: Mapping[str, int] | None = None,
         reduction_dtype: torch.dtype | None = None,
+        backward_lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         """owners: of every parameter, the replica that steps it; None: all do. reduction_dtype: see Reducer."""
+        self._backward_lock = backward_lock or nullcontext()
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
         self._owners = owners
@@ -149,13 +156,16 @@ class Executor:
             Op.UPDATE: self._update,
             Op.EVALUATE: self._evaluate,
         }
-        self.clock = Clock(device, schedule.sync_start_steps, schedule.num_microbatches)
+        self.clock = Clock(device, max(schedule.sync_start_steps, schedule.first_step), schedule.num_microbatches)
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
         self._evaluated: nn.Module | None = None
         self._pending: Pending | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
+        self._copied: Event = None
+        self.end: int | None = schedule.num_steps
+        """Steps after which the run is over; less than planned, once a stop has been asked for."""
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
@@ -168,6 +178,8 @@ class Executor:
                 for action in self._announced(actions):
                     if (report := self._play(action)) is not None:
                         yield report
+                    if self._is_stopped():
+                        break
                 self._transport.flush()
             self.clock.finish()
         except PeerLost as lost:
@@ -194,12 +206,33 @@ class Executor:
         """Every action when those that follow it have been announced."""
         ahead: deque[Action] = deque()
         for action in actions:
+            if self._is_beyond(action):
+                if action.op is Op.UPDATE:  # all that is still to be played comes before it
+                    break
+                continue
             with self._streams.computing():
                 self._expect(action)
             ahead.append(action)
             if len(ahead) > LOOKAHEAD:
                 yield ahead.popleft()
         yield from ahead
+
+    # ---- the end, when it comes before its time
+
+    def _shorten(self, step: int) -> None:
+        """A stop was asked for, and every stage learns it with the sums of `step`. By then none of them has begun, or
+        announced to its neighbours, a batch beyond the last that is still to be finished."""
+        announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
+        end = step + 1 + max(map(self._schedule.delay, range(self._schedule.num_stages))) + announced
+        self.end = end if self.end is None else min(end, self.end)
+
+    def _is_beyond(self, action: Action) -> bool:
+        is_batch = action.op is not Op.EVALUATE
+        return self.end is not None and is_batch and action.microbatch >= self.end * self._schedule.num_microbatches
+
+    def _is_stopped(self) -> bool:
+        """Not where the run ends as planned: an evaluation may follow the last update."""
+        return self.end is not None and self.end != self._schedule.num_steps and self._versions.newest >= self.end
 
     def _play(self, action: Action) -> StepReport | EvaluationReport | None:
         self.action = action
@@ -211,6 +244,22 @@ class Executor:
             self._transport.forward_in.expect(_kind(action))
         elif action.op is Op.BACKWARD and not self._is_last:
             self._transport.backward_in.expect(_kind(action))
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begins to copy them to the host, beside whatever comes next. What is returned waits for the copies."""
+        if self._device.type != "cuda":
+            copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            return lambda: copies
+        with self._streams.copying():
+            copies = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
+            done = self._copied = self._streams.now()
+
+        def take() -> dict[str, Tensor]:
+            assert done is not None
+            done.synchronize()
+            return copies
+
+        return take
 
     # ---- the four actions
 
@@ -251,7 +300,8 @@ class Executor:
         clock.enter(Activity.BACKWARD, action)
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            with self._backward_lock:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         clock.enter(Activity.OTHER)
         if not self._is_first:
             inputs = _differentiable(flight.inputs)
@@ -274,6 +324,7 @@ class Executor:
             self._updater.products,
             self.clock.split().utilisation,
             self.clock.split_since_last(),
+            self._requests(),
         )
         self._batch_loss = None
         has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
@@ -285,6 +336,12 @@ class Executor:
         else:
             update = self._beside(finished, lambda: self._update_beside(step, finished))
             self._pending = Pending(lambda action: self._take_update(action, update()))
+
+    def _requests(self) -> Tensor:
+        requests = self._task.requests()
+        # Nearly always nothing is asked for: no reason to send that to a device.
+        numbers = torch.zeros(len(requests), device=self._device)
+        return torch.tensor(requests, device=self._device).to(numbers.dtype) if any(requests) else numbers
 
     def _beside(self, finished: Finished, work: Callable[[], Result]) -> Callable[[], Result]:
         """Does it in the background, beside the stage's other actions. What comes back waits for it."""
@@ -324,6 +381,7 @@ class Executor:
 
     def _make(self, step: int, finished: Finished, sums: Sums) -> StepReport:
         """The update of a step, and what there is to say of it."""
+        self._streams.wait(self._copied)  # nothing is overwritten that is still being copied
         if sums.non_finite is None:
             horizon = self._schedule.horizon(self._transport.stage, step)
             self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
@@ -331,6 +389,8 @@ class Executor:
             self._updater.skip()
         else:
             raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
+        if sums.requests.stop and self.end == self._schedule.num_steps:
+            self._shorten(step)
         if self._owners is not None:
             waiting = lambda: f"the other replicas' part of the update of step {step}"  # noqa: E731
             share(self._transport, self._owners, self._versions.next_weights(), waiting)
@@ -348,6 +408,7 @@ class Executor:
                 for group, products in zip(self._groups, sums.products, strict=True)
             },
             skipped=sums.non_finite is not None,
+            save=sums.requests.save,
             delay=step - self._first_read.pop(step),
         )
 

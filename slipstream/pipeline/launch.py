@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -59,12 +61,13 @@ def launch(
     shared_memory: bool = True,
     backend: str = "auto",
     start_method: str | None = None,
+    forwarded: Sequence[signal.Signals] = (),
 ) -> list[Result]:
     """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
     `Mesh`. threads: stages as threads of this process. shared_memory: between processes of one machine, on CPUs;
     without it gloo, as between machines. backend: of torch.distributed; auto is NCCL between GPUs and gloo between
     CPUs, and gloo works between GPUs as well, through their hosts' memory. start_method: of processes, as
-    multiprocessing names them.
+    multiprocessing names them. forwarded: signals that this process hands on to its stages, if it is told them.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
@@ -74,7 +77,11 @@ def launch(
     if threads:
         return _launch_threads(worker, Mesh(num_stages, num_replicas, placement), timeout_seconds)
     terms = Terms(Mesh(num_stages, num_replicas, placement), device, timeout_seconds, shared_memory, backend)
-    return [_join_torchrun(worker, terms)] if under_torchrun() else _launch_processes(worker, terms, start_method)
+    return (
+        [_join_torchrun(worker, terms)]
+        if under_torchrun()
+        else _launch_processes(worker, terms, start_method, forwarded)
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,9 @@ def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Term
 # ---- one process per stage
 
 
-def _launch_processes(worker: Worker[Result], terms: Terms, start_method: str | None) -> list[Result]:
+def _launch_processes(
+    worker: Worker[Result], terms: Terms, start_method: str | None, forwarded: Sequence[signal.Signals]
+) -> list[Result]:
     if start_method is None:
         start_method = "spawn" if sys.platform != "linux" else "forkserver" if _can_pickle(worker) else "fork"
     context = multiprocessing.get_context(start_method)
@@ -166,12 +175,32 @@ def _launch_processes(worker: Worker[Result], terms: Terms, start_method: str | 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
             pipe.send(store.port)
-        return _collect(processes, pipes, store, terms.mesh)
+        with _forwarding(forwarded, processes):
+            return _collect(processes, pipes, store, terms.mesh)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+@contextmanager
+def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProcess]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, forward) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _can_pickle(worker: Worker[Any]) -> bool:

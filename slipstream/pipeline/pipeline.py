@@ -10,6 +10,7 @@ launch(worker, num_stages=2)
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 from ..optim.groups import Group, assign
 from ..schedule import Schedule, ScheduleError
 from .comm import Transport
+from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
+from .reduction import Requests
 from .sharding import assign_owners, gather_masters
+from .state import StageState, StateError, flatten, restore_parameter, unflatten
 from .update import Updater
 from .versions import WeightVersions
 
@@ -52,13 +56,20 @@ class Pipeline:
                        and after the last; their losses are averaged unless evaluation_scale says otherwise
     layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
     dtype              of the working copies of the weights, and with them of what is computed; None: that of the
-                       layers. In a coarser one, masters in the layers' own are kept besides
+                       layers. In a coarser one, masters in the layers' own are kept besides. Parameters that their
+                       module names in an attribute `keeps_dtype` stay as they are
     gradient_dtype     that a batch's gradients are added up in; None: that of the working copies
     reduction_dtype    that the gradients of replicas are added up in; None: that of the gradients
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
     recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
                        the backward
+    compile            run the layers through torch.compile, those of a kind through one graph; or the name of another
+                       backend than torch's own
     prepare            called with this stage's layers before anything else, to initialise or move them
+    requests           asked at the end of every batch: what this process would like. A stop that any of them asks for
+                       ends the run a few steps later, on all of them after the same update; a StepReport says when to
+                       save
+    start              a state to go on from, of this stage (see `state`); num_steps counts from the run's beginning
     """
 
     def __init__(
@@ -91,7 +102,10 @@ class Pipeline:
         reduction_dtype: torch.dtype | None = None,
         shard_optimizer: bool = False,
         recompute: Collection[str] = (),
+        compile: bool | Backend = False,
         prepare: Callable[[nn.Sequential], None] | None = None,
+        requests: Callable[[], Requests] | None = None,
+        start: StageState | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         device = torch.device(device)
@@ -113,18 +127,20 @@ class Pipeline:
                 num_steps,
                 depth=depth,
                 sync_start_steps=sync_start_steps,
+                first_step=0 if start is None else start.step,
                 evaluate_after=evaluation_steps(num_steps, evaluate_every) if evaluation else (),
                 num_evaluations=num_evaluations if evaluation else 0,
             ),
             groups,
             bool(tied),
-            skip_non_finite,
+            skip_non_finite or requests is not None,
             bool(recompute),
+            bool(compile),
         )
         transport.max_under_way = self.schedule.max_in_flight + self.schedule.num_evaluations
         for stages in sorted({weight.stages for weight in tied.values()}):
             transport.open_group(stages)
-        module = _recomputing(model, cut(model, sizes, stage), recompute)
+        module = _stage_module(model, cut(model, sizes, stage), recompute, compile)
         if prepare is not None:
             prepare(module)
         module.to(device)
@@ -158,12 +174,16 @@ class Pipeline:
                 loss_scale=loss_scale or (lambda step: 1 / (num_microbatches * transport.num_replicas)),
                 evaluation=evaluation,
                 evaluation_scale=(1 / max(1, num_evaluations)) if evaluation_scale is None else evaluation_scale,
+                requests=requests or Requests,
                 skip_non_finite=skip_non_finite,
             ),
             device=device,
             owners=self._owners,
             reduction_dtype=reduction_dtype,
+            backward_lock=COMPILER if compile else None,
         )
+        if start is not None:
+            self._restore(start)
 
     def _assign_owners(self, module: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
         self.transport.open_sharing()
@@ -198,6 +218,74 @@ class Pipeline:
         waiting = lambda: "the other replicas' masters"  # noqa: E731
         return gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
 
+    # ---- what is kept to go on later
+
+    def _spoken_for(self) -> dict[str, str]:
+        """The parameters whose state this stage keeps for all that hold them: its name here, and that in the state."""
+        return {
+            name: self._canonical(name)
+            for name in self.versions.parameters(0)
+            if name not in self.tied or self.tied[name].stages[0] == self.transport.stage
+        }
+
+    def _canonical(self, name: str) -> str:
+        return self.tied[name].name if name in self.tied else name
+
+    def state(self) -> StageState:
+        """What this stage keeps of the run, after the update just made: its tensors themselves, not copies of them.
+        Only between two actions: in the loop over `run`, after a StepReport."""
+        is_first, tensors, names = self.transport.replica == 0, dict[str, Tensor](), self._spoken_for()
+        optimizer: dict[str, Any] = {}
+        for name, optimizer_of, master in self.updater.optimizer_states():
+            if name in names and (is_first or self._owners is not None):
+                tensors[f"master/{names[name]}"] = master
+                state = optimizer_of.state.get(master, {})
+                optimizer[names[name]] = flatten(dict(state), f"optimizer/{names[name]}", tensors)
+                if name in self.updater.samples():
+                    tensors[f"sample/{names[name]}"] = self.updater.samples()[name]
+        for lag in self.versions.lags() if is_first else ():
+            for name, parameter in self.versions.parameters(self.versions.newest - lag).items():
+                if name in names:
+                    tensors[f"working/{lag}/{names[name]}"] = parameter
+        if is_first or self._owners is not None:
+            tensors[f"products/{self.transport.stage}.{self.transport.replica}"] = self.updater.products
+        return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
+
+    def snapshot(self) -> Callable[[], StageState]:
+        """Begins to copy the state to the host, beside whatever comes next. What is returned waits for the copies."""
+        state = self.state()
+        copies = self.executor.copy(state.tensors)
+        return lambda: replace(state, tensors=copies())
+
+    def _restore(self, start: StageState) -> None:
+        tensors, parameters = start.tensors, self.versions.parameters(0)
+        names = {name: self._canonical(name) for name in parameters}
+        masters = {name: tensors[f"master/{canonical}"] for name, canonical in names.items()}
+        working = []
+        for lag in range(self.versions.num_versions):
+            kept = {name: tensors.get(f"working/{lag}/{canonical}") for name, canonical in names.items()}
+            # A synchronous step is made with the masters, and left with nothing older that would be read.
+            is_read = start.step - lag >= self.schedule.sync_start_steps and self.versions.num_versions > 1
+            missing = [name for name, weights in kept.items() if weights is None]
+            if lag > 0 and is_read and missing:
+                raise StateError(
+                    f"version {start.step - lag} of {', '.join(missing)} is missing, which the next batch runs on"
+                )
+            working.append(
+                {name: masters[name] if weights is None or not is_read else weights for name, weights in kept.items()}
+            )
+        self.versions.restore(start.step, masters, working)
+        facts = start.facts["optimizer"]
+        for name, optimizer, master in self.updater.optimizer_states():
+            restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors))
+        samples = {name: tensors[f"sample/{c}"] for name, c in names.items() if f"sample/{c}" in tensors}
+        self.updater.restore(start.facts, samples)
+        # They are summed over stages, and over replicas that share the optimizer: one of them has it all.
+        if self.transport.stage == 0 and (self.transport.replica == 0 or self._owners is None):
+            products = [tensors[name] for name in sorted(tensors) if name.startswith("products/")]
+            total = [math.fsum(column) for column in zip(*(part.flatten().tolist() for part in products), strict=True)]
+            self.updater.products.copy_(torch.tensor(total, dtype=torch.float64).view_as(self.updater.products))
+
 
 def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:
     """After every `evaluate_every` steps (0: never) and after the last one."""
@@ -205,16 +293,26 @@ def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:
     return tuple(sorted({*regular, num_steps - 1}))
 
 
-def _recomputing(model: nn.Sequential, module: nn.Sequential, recompute: Collection[str]) -> nn.Sequential:
+def _stage_module(
+    model: nn.Sequential, module: nn.Sequential, recompute: Collection[str], compile: bool | Backend
+) -> nn.Sequential:
     known = [name for name, _ in model.named_children()]
     for name in recompute:
         if name not in known:
             raise ValueError(f"recompute names {name!r}, which is no layer: the layers are {', '.join(known)}")
-    return Recomputing(OrderedDict(module.named_children()), recompute) if recompute else module
+    layers = OrderedDict(module.named_children())
+    if compile:
+        return Compiled(layers, recompute, "inductor" if compile is True else compile)
+    return Recomputing(layers, recompute) if recompute else module
 
 
 def plan_schedule(
-    schedule: Schedule, groups: Sequence[Group], has_tied: bool, skip_non_finite: bool, recomputes: bool = False
+    schedule: Schedule,
+    groups: Sequence[Group],
+    has_tied: bool,
+    skip_non_finite: bool,
+    recomputes: bool = False,
+    compiles: bool = False,
 ) -> Schedule:
     """The schedule as these groups need it, or one sentence why the two do not go together.
 
@@ -233,6 +331,11 @@ def plan_schedule(
             raise ScheduleError(
                 "recompute computes layers again with the weights of their forward, and paci has overwritten them: "
                 "leave it empty, or use two_bw"
+            )
+        if compiles:
+            raise ScheduleError(
+                "compile leaves it to the compiler what a backward keeps of the forward's weights, and under paci it "
+                "must read the newest: set it to False, or use two_bw"
             )
         for group in groups:
             if group.error_feedback != 0:

@@ -10,12 +10,19 @@ flight; should one ever be touched, autograd raises, as it does for a layer that
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+Call = Callable[[nn.Module, Any], Any]
+"""(layer, its input) -> its output"""
+
+
+def call_plainly(layer: nn.Module, value: Any) -> Any:
+    return layer(value)
 
 
 class Recomputing(nn.Sequential):
@@ -25,16 +32,24 @@ class Recomputing(nn.Sequential):
     stages that are threads share one generator. What it counts on its way, such as the running statistics of a batch
     norm, it counts twice."""
 
-    def __init__(self, layers: OrderedDict[str, nn.Module], recomputed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        layers: OrderedDict[str, nn.Module],
+        recomputed: Collection[str] = (),
+        calls: Mapping[str, Call] | None = None,
+    ) -> None:
+        """calls: how to run a layer, by name, where it is not just called."""
         super().__init__(layers)
         self.recomputed = frozenset(recomputed)
+        self._calls = dict(calls or {})
 
     def forward(self, value: Any) -> Any:
         for name, layer in self.named_children():
+            call = self._calls.get(name, call_plainly)
             if name in self.recomputed and torch.is_grad_enabled():
-                value = _unchanged(layer, checkpoint(layer, value, use_reentrant=False))
+                value = _unchanged(layer, checkpoint(call, layer, value, use_reentrant=False))
             else:
-                value = layer(value)
+                value = call(layer, value)
         return value
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,16 @@ from .comm import Transport, Waiting
 from .partition import Tied
 
 NUM_PRODUCTS = 3
+NUM_REQUESTS = 2
 NUM_TIMES = 1 + len(Activity)
 """Utilisation, and the seconds of every activity."""
+
+
+class Requests(NamedTuple):
+    """What a process would like all of them to do, after the same update."""
+
+    save: bool = False
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Sums:
     """Per group: inner products of the two latest finished updates, see optim.correction."""
     non_finite: str | None
     """Where an inf or a nan was seen first, in words."""
+    requests: Requests
+    """What any stage of any replica asked for."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,8 @@ class Finished:
     utilisation: float
     split: TimeSplit
     """Of the stage's time since its last batch."""
+    requests: Tensor
+    """This stage's, as numbers."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,7 @@ class Reducer:
         sums = [gradients[name] if self.dtype is None else gradients[name].to(self.dtype) for name in names]
         if self.owners is None:
             losses = [] if finished.loss is None else [finished.loss]
-            self.transport.add_replicas([*sums, *losses]).wait(waiting)
+            self.transport.add_replicas([*sums, *losses, finished.requests]).wait(waiting)
         else:  # the loss is summed with the vector
             self.transport.add_replicas(sums, [self.owners[name] for name in names]).wait(waiting)
         for name, total in zip(names, sums, strict=True):
@@ -117,7 +130,7 @@ class Reducer:
                 gradients[name] = total.to(gradient.dtype)
 
     def _vector(self, finished: Finished) -> Tensor:
-        """[loss, products..., squared norms...]"""
+        """[loss, requests..., products..., squared norms...]"""
         device = finished.products.device
         squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.group_names]
         for name, gradient in finished.gradients.items():
@@ -125,7 +138,8 @@ class Reducer:
                 group = self.group_of[name]
                 squares[group] = squares[group] + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         loss = squares[0].new_zeros(()) if finished.loss is None else finished.loss.to(torch.float64)
-        return torch.cat([loss.reshape(1), finished.products.flatten(), torch.stack(squares)])
+        requests = finished.requests.to(torch.float64)
+        return torch.cat([loss.reshape(1), requests, finished.products.flatten(), torch.stack(squares)])
 
     def _add_up(self, vectors: Sequence[Tensor], stages: Sequence[int]) -> Sums:
         times, rows = zip(*((row[:NUM_TIMES], row[NUM_TIMES:]) for row in map(Tensor.tolist, vectors)), strict=True)
@@ -138,7 +152,7 @@ class Reducer:
                 if not math.isfinite(square):
                     non_finite = non_finite or f"the gradient of group {name!r} on stage {stage} is {square}"
         totals = [_total(column) for column in zip(*rows, strict=True)]
-        products = totals[1 : 1 + NUM_PRODUCTS * num_groups]
+        products = totals[1 + NUM_REQUESTS : -num_groups]
         return Sums(
             loss=totals[0],
             utilisations=tuple(utilisation for utilisation, *_ in times),
@@ -146,6 +160,7 @@ class Reducer:
             squared_norms=tuple(totals[-num_groups:]),
             products=tuple(tuple(products[NUM_PRODUCTS * i : NUM_PRODUCTS * (i + 1)]) for i in range(num_groups)),
             non_finite=non_finite,
+            requests=Requests(*(total > 0 for total in totals[1 : 1 + NUM_REQUESTS])),
         )
 
 

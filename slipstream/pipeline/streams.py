@@ -20,6 +20,7 @@ class Streams:
         is_cuda = device.type == "cuda"
         self._compute = torch.cuda.Stream(device) if is_cuda else None
         self._update = torch.cuda.Stream(device) if is_cuda else None
+        self._copy = torch.cuda.Stream(device) if is_cuda else None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,6 +51,16 @@ class Streams:
                     tensor.record_stream(self._update)  # so that its memory is not handed out too early
             yield
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Beside both, after what has been computed so far."""
+        if self._compute is None or self._copy is None:
+            yield
+            return
+        self._copy.wait_stream(self._compute)
+        with torch.cuda.stream(self._copy):
+            yield
+
     def now(self) -> Event:
         """A point of the current stream."""
         if self._compute is None:
@@ -57,6 +68,12 @@ class Streams:
         event = torch.cuda.Event()
         event.record()
         return event
+
+    @staticmethod
+    def wait(event: Event) -> None:
+        """The current stream does, not the host."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def compute_after(self, event: Event) -> None:
         if self._compute is not None and event is not None:

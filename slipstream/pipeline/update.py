@@ -5,14 +5,16 @@
 
 d is how many updates later than its own the version will be used: 1 for two_bw, 0 for a synchronous step.
 
-Working copies in the masters' dtype hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser
-dtype they cannot: there z[t] is kept for a moment, of a part of the parameters at a time.
+Our own optimizers write x in the pass that makes the update. For all others the working copies, in the masters' dtype,
+hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser dtype they cannot: there z[t] is
+kept for a moment, of a part of the parameters at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,10 @@ from torch.optim import Optimizer
 
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
+from ..optim.optimizer import PredictingOptimizer
 from .partition import Tied
 from .reduction import NUM_PRODUCTS
+from .state import group_facts, restore_groups
 from .versions import WeightVersions
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -77,10 +81,11 @@ class Updater:
 
     def _partition(self, group: Group, names: list[str]) -> Iterator[list[str]]:
         """All together, unless z[t] has to be kept. Then like shapes side by side, for optimizers that stack them."""
-        if not self._versions.is_mixed or group.error_feedback == 0:
+        masters = self._versions.masters
+        keeps = names and not isinstance(group.optimizer([masters[names[0]]]), PredictingOptimizer)
+        if not (self._versions.is_mixed and group.error_feedback != 0 and keeps):
             yield from ([names] if names else [])
             return
-        masters = self._versions.masters
         part: list[str] = []
         for name in sorted(names, key=lambda name: tuple(masters[name].shape)):
             if part and sum(masters[other].numel() for other in part) + masters[name].numel() > PART_ELEMENTS:
@@ -102,6 +107,30 @@ class Updater:
     def learning_rates(self, step: int) -> dict[str, float]:
         """By group, where the stage has masters of any of its parameters."""
         return {part.group.name: part.base_rates[0] * self._learning_rate(step) for part in self._parts}
+
+    def optimizer_states(self) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
+        """By parameter: whose state it is in, and under which key."""
+        for part in self._parts:
+            for name, master in zip(part.names, part.masters, strict=True):
+                yield name, part.optimizer, master
+
+    def facts(self) -> dict[str, Any]:
+        """What is no tensor, and of no single parameter."""
+        coefficients = {part.group.name: self._last_coefficients[part.index] for part in self._parts}
+        groups = {part.group.name: group_facts(part.optimizer) for part in self._parts}
+        return {"coefficients": coefficients, "groups": groups}
+
+    def samples(self) -> Mapping[str, Tensor]:
+        return self._last_samples
+
+    def restore(self, facts: Mapping[str, Any], samples: Mapping[str, Tensor]) -> None:
+        for part in self._parts:
+            self._last_coefficients[part.index] = facts["coefficients"].get(part.group.name)
+            if (kept := facts["groups"].get(part.group.name)) is not None:
+                restore_groups(part.optimizer, kept)
+            for name, master in zip(part.names, part.masters, strict=True):
+                if name in samples:
+                    self._last_samples[name] = samples[name].to(master.device)
 
     @torch.no_grad()
     def apply(self, step: int, gradients: dict[str, Tensor], scales: Sequence[float], horizon: int) -> None:
@@ -132,7 +161,11 @@ class Updater:
 
     def _step(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
         """With working copies in the masters' dtype. Returns the products of this update and the one before."""
-        if self._versions.separate_masters and coefficient != 0:
+        predicts = self._versions.separate_masters and coefficient != 0
+        if predicts and not self._track_alignment and isinstance(part.optimizer, PredictingOptimizer):
+            part.optimizer.step_ahead(working, coefficient)
+            return torch.zeros_like(self.products[part.index])
+        if predicts:
             for copy, master in zip(working, part.masters, strict=True):
                 copy.copy_(master)
         with torch.enable_grad():
@@ -155,6 +188,9 @@ class Updater:
             for name, master in zip(part.names, part.masters, strict=True)
             if self._track_alignment
         }
+        if coefficient != 0 and isinstance(part.optimizer, PredictingOptimizer):
+            part.optimizer.step_ahead(working, coefficient)
+            return self._sampled_products(part, samples)
         ahead: Sequence[Tensor] = part.masters if coefficient == 0 else [master.clone() for master in part.masters]
         with torch.enable_grad():
             part.optimizer.step()

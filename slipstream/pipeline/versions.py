@@ -19,7 +19,7 @@ Where the replicas of a pipeline share the optimizer (ZeRO-1), a stage has maste
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -45,9 +45,11 @@ class WeightVersions:
         separate_masters: keep them apart anyway, for whoever compares two updates.
         drifting: the only version is overwritten while microbatches are in flight, and their backwards read the
         new weights (PACI). The masters then write through aliases that autograd does not watch.
-        dtype: of the working copies, and gradient_dtype of what a batch's gradients are added up in; None: that of the
-        module's parameters, and of the working copies. owned: names of the parameters to have masters of; None: all."""
+        dtype: of the working copies, but for parameters that their module names in `keeps_dtype`; None: that of the
+        module. gradient_dtype: that a batch's gradients are added up in; None: that of the working copies.
+        owned: names of the parameters to have masters of; None: all."""
         trainable = _trainable(module)
+        exempt = _exempt(module)
         names = [name for name in trainable if owned is None or name in owned]
         self.is_mixed = dtype is not None and any(p.dtype != dtype for p in trainable.values())
         self.is_partial = len(names) < len(trainable)
@@ -56,11 +58,12 @@ class WeightVersions:
         """Of all parameters, owned or not."""
         self.newest = 0
         self._predicts, self._drifting = predicts and num_versions > 1, drifting
-        masters: dict[str, nn.Parameter] = {}
+        if self.separate_masters and (self.is_mixed or self.is_partial):
+            self.masters = {name: nn.Parameter(trainable[name].detach().clone()) for name in names}
         if self.is_mixed:
-            masters = {name: nn.Parameter(trainable[name].detach().clone()) for name in names}
-            for parameter in trainable.values():
-                parameter.data = parameter.data.to(dtype)
+            for name, parameter in trainable.items():
+                if name not in exempt:
+                    parameter.data = parameter.data.to(dtype)
         shared = {id(t): t for t in chain(module.buffers(), module.parameters()) if not t.requires_grad}
 
         def replicate() -> nn.Module:
@@ -69,16 +72,13 @@ class WeightVersions:
         self._slots = [module, *(replicate() for _ in range(num_versions - 1))]
         self._parameters = [_trainable(slot) for slot in self._slots]
         self._master_module = None
-        if self.separate_masters and not self.is_mixed and not self.is_partial:
+        if self.separate_masters and not (self.is_mixed or self.is_partial):
             self._master_module = replicate()
-            masters = _trainable(self._master_module)
-        elif self.separate_masters and not self.is_mixed:
-            masters = {name: nn.Parameter(trainable[name].detach().clone()) for name in names}
-        elif not self.is_mixed and (num_versions > 1 or drifting):
-            masters = {name: nn.Parameter(self._parameters[0][name].data) for name in names}
-        elif not self.is_mixed:
-            masters = {name: self._parameters[0][name] for name in names}
-        self.masters = masters
+            self.masters = _trainable(self._master_module)
+        elif not self.separate_masters:
+            is_alias = num_versions > 1 or drifting
+            own = self._parameters[0]
+            self.masters = {name: nn.Parameter(own[name].data) if is_alias else own[name] for name in names}
         self._summed: list[dict[str, Tensor]] = [{} for _ in self._slots]
         """By slot: gradients that are added up in another dtype than their parameter's."""
         if gradient_dtype is not None:
@@ -108,6 +108,23 @@ class WeightVersions:
     def with_weights(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """The stage's module with other weights than its versions have."""
         return _WithWeights(self._slots[self.newest % self.num_versions], weights)
+
+    def lags(self) -> list[int]:
+        """Of the versions that the masters do not tell: how many updates before the newest. 0: the newest itself."""
+        return [*([0] if self._predicts else []), *range(1, min(self.num_versions, self.newest + 1))]
+
+    @torch.no_grad()
+    def restore(self, newest: int, masters: Mapping[str, Tensor], working: Sequence[Mapping[str, Tensor]]) -> None:
+        """masters: of all parameters, owned or not. working: versions, by how many updates before the newest."""
+        self.newest = newest
+        for lag, weights in enumerate(working):
+            for name, parameter in self.parameters(newest - lag).items():
+                parameter.copy_(weights[name])
+        for name, master in self.masters.items():
+            if self.separate_masters:
+                master.copy_(masters[name])
+            else:
+                master.data = self.parameters(newest)[name].data
 
     def take_gradients(self, version: int) -> dict[str, Tensor]:
         """Hands over the gradient accumulated in a version, so that the next batch there starts from nothing."""
@@ -167,3 +184,12 @@ def _add_to(sums: dict[str, Tensor], name: str, dtype: torch.dtype, parameter: T
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _exempt(module: nn.Module) -> set[str]:
+    """Names of parameters that keep their dtype, because a module says so in `keeps_dtype`."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in getattr(child, "keeps_dtype", ())
+    }

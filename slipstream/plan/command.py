@@ -230,6 +230,11 @@ def _costs(
             f"profile = {str(given.profile)!r} is of train.loss_chunk_tokens = {profile.loss_chunk_tokens}, not of "
             f"{config.train.loss_chunk_tokens}: run slipstream profile with these options"
         )
+    if profile.compile != config.train.compile:
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of train.compile = {str(profile.compile).lower()}, not of "
+            f"{str(config.train.compile).lower()}: run slipstream profile with these options"
+        )
     return profile.costs(model, given.profile).recomputing(recomputed)
 
 

@@ -1,9 +1,10 @@
 """The memory of updates that step a group of parameters at once, or a part of it, or what one replica owns of it.
 
 Where gradients are not in the masters' dtype they are cast, and where working copies are coarser than the masters z[t]
-is kept, of as many parameters as are stepped together (update.py), whichever layers they are of: so many bytes for
-every number. What an optimizer needs besides is read off a dry run of a few parameters of one shape, which is as much
-as it treats at once. Parameters of a kind (the queries of all dense blocks, say) are alike, and are counted.
+is kept for optimizers that cannot predict by themselves, of as many parameters as are stepped together (update.py),
+whichever layers they are of: so many bytes for every number. What an optimizer needs besides is read off a dry run of a
+few parameters of one shape, which is as much as it treats at once. Parameters of a kind (the queries of all dense
+blocks, say) are alike, and are counted.
 
 Where replicas share the optimizer, the owners are the program's own, and the memory is that of the replica which keeps
 most: another may need a little more for a moment.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ..config import Config
 from ..model import ModelConfig
 from ..optim.groups import Group, assign
+from ..optim.optimizer import PredictingOptimizer
 from ..parts import parameter_groups
 from ..pipeline.partition import Tied
 from ..pipeline.sharding import assign_owners
@@ -137,12 +139,12 @@ class GroupUpdates:
         members = {name: parameter for name, parameter in self._members(index).items() if own.get(name)}
         if not members:
             return 0
-        is_predicted = dtypes.is_mixed and stepping.predicts and group.error_feedback != 0
+        is_parted = dtypes.is_mixed and group.error_feedback != 0 and not _can_predict(group, members)
         freed = 0 if stepping.beside else dtypes.gradient.itemsize  # as they are cast
         cast = max(0, dtypes.master.itemsize - freed) if dtypes.gradient != dtypes.master else 0
-        bytes_each = cast + (dtypes.master.itemsize if is_predicted else 0)
+        bytes_each = cast + (dtypes.master.itemsize if is_parted and stepping.predicts else 0)
         together = sum(own[name] * parameter.numel() for name, parameter in members.items())
-        if dtypes.is_mixed and group.error_feedback != 0:
+        if is_parted:
             together = min(together, max(PART_ELEMENTS, *(parameter.numel() for parameter in members.values())))
         samples = sum(own[name] * self._sample(name) for name in members)
         samples = min(samples, together * dtypes.master.itemsize)
@@ -249,6 +251,10 @@ class GroupUpdates:
 
     def _members(self, index: int) -> Mapping[str, nn.Parameter]:
         return dict(assign(self._parameters().items(), self._groups(0.0))[index][1])
+
+
+def _can_predict(group: Group, members: Mapping[str, nn.Parameter]) -> bool:
+    return isinstance(group.optimizer(list(members.values())[:1]), PredictingOptimizer)
 
 
 def _layer(name: str) -> str:

@@ -33,7 +33,7 @@ from ..config import Config
 from ..loss import decoder_and_loss
 from ..model import ModelConfig, layer_names
 from ..optim.groups import is_matrix
-from ..optim.optimizer import STACK_ELEMENTS
+from ..optim.optimizer import stack_elements
 from ..parts import parameter_groups, recomputed_layers
 from ..pipeline.executor import LOOKAHEAD
 from ..pipeline.recompute import Recomputing
@@ -137,6 +137,8 @@ class Passes:
 
     parameters: int
     """How many numbers they are; the rest is bytes."""
+    working: int
+    """Of one working copy: a parameter may keep its dtype whatever the others have."""
     buffers: int
     activations: int
     """Alive between forward and backward."""
@@ -182,12 +184,12 @@ class MemoryModel:
             freed = activations if stage.flushes else passes.activations
             work, overlap = max(compute_work, update_work - freed), 0
         # No update is made while weights are evaluated; a sum may be waited for.
-        evaluated = self._evaluated(stepping, num_owners, passes.parameters, owned)
+        evaluated = self._evaluated(stepping, num_owners, passes, owned)
         waited = reduction_held if stage.background_update else 0
         most = work + overlap
         work = max(work, compute_work + waited + evaluated)
         return StageMemory(
-            weights=stage.versions * passes.parameters * dtypes.compute.itemsize + masters + passes.buffers,
+            weights=stage.versions * passes.working + masters + passes.buffers,
             gradients=gradients * (2 if stage.background_update else 1),
             optimizer=update.optimizer,
             activations=activations,
@@ -223,13 +225,14 @@ class MemoryModel:
         separate = self.dtypes.is_mixed or predicts or compares
         return Stepping(separate, predicts, stage.background_update, error_feedback)
 
-    def _evaluated(self, stepping: Stepping, num_owners: int, parameters: int, owned: int) -> int:
+    def _evaluated(self, stepping: Stepping, num_owners: int, passes: Passes, owned: int) -> int:
         """What Executor evaluates with, where working copies run ahead and no module has all masters: a copy of them in
         the dtype of the working copies. One that is in it already, and owned, is no copy."""
         if not stepping.predicts or not self.config.evaluation.batches:
             return 0
-        copied = parameters if self.dtypes.is_mixed else parameters - owned if num_owners > 1 else 0
-        return copied * self.dtypes.compute.itemsize
+        if self.dtypes.is_mixed:
+            return passes.working
+        return (passes.parameters - owned) * self.dtypes.compute.itemsize if num_owners > 1 else 0
 
     def _replicas(self, stage: Stage, parameters: int, owned: int) -> tuple[int, int]:
         """Of sums over replicas in another dtype than the gradients': what Reducer.reduce holds while it waits, and
@@ -298,6 +301,7 @@ class MemoryModel:
                 result = replace(
                     result,
                     parameters=result.parameters + more * (two.parameters - one.parameters),
+                    working=result.working + more * (two.working - one.working),
                     buffers=result.buffers + more * (two.buffers - one.buffers),
                     activations=result.activations + more * (two.activations - one.activations),
                 )
@@ -376,7 +380,8 @@ class MemoryModel:
         counts: dict[int, int] = {}
         for name, parameter in self._build(False, kind, False)[0].named_parameters():
             counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
-        stacks = {size: max(1, STACK_ELEMENTS // size) for size, count in counts.items() if count}
+        most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype))
+        stacks = {size: max(1, most // size) for size, count in counts.items() if count}
         size = max(stacks, key=lambda size: size * stacks[size])
         return -(-stacks[size] // counts[size])
 
@@ -424,6 +429,7 @@ class MemoryModel:
         del inputs
         return Passes(
             parameters=sum(parameter.numel() for parameter in versions.parameters(0).values()),
+            working=_bytes(versions.parameters(0).values()),
             buffers=_bytes(module.buffers()),
             activations=activations,
             forward_work=forward_work,

@@ -127,10 +127,10 @@ def _check_complete(schedule: Schedule, num_steps: int, stage: int, actions: Seq
 
     Counted out here, not taken from the generators, which are what is being checked.
     """
-    m = schedule.num_microbatches
-    evaluated = [step for step in sorted(set(schedule.evaluate_after)) if step < num_steps]
-    expected = [Key(stage, op, k) for op in (Op.FORWARD, Op.BACKWARD) for k in range(num_steps * m)]
-    expected += [Key(stage, Op.UPDATE, (step + 1) * m - 1) for step in range(num_steps)]
+    m, first = schedule.num_microbatches, schedule.first_step
+    evaluated = [step for step in sorted(set(schedule.evaluate_after)) if first - 1 <= step < num_steps]
+    expected = [Key(stage, op, k) for op in (Op.FORWARD, Op.BACKWARD) for k in range(first * m, num_steps * m)]
+    expected += [Key(stage, Op.UPDATE, (step + 1) * m - 1) for step in range(first, num_steps)]
     expected += [Key(stage, Op.EVALUATE, k, step + 1) for step in evaluated for k in range(schedule.num_evaluations)]
     played = dict.fromkeys(expected, False)
     for action in actions:
@@ -175,7 +175,7 @@ def _check_order(actions: Sequence[Action]) -> None:
 
 def _check_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -> int:
     """Every version is written once and read by those the schedule names; returns the largest drift."""
-    newest = 0
+    newest = schedule.first_step
     largest_drift = 0
     max_drift = schedule.max_drift(stage)
     forward_version: dict[int, int] = {}
@@ -221,7 +221,8 @@ def _check_live_versions(schedule: Schedule, stage: int, actions: Sequence[Actio
     blind = (Op.UPDATE, Op.EVALUATE) if schedule.name in UNALIGNED else (Op.UPDATE,)
     last_read = {action.version: index for index, action in enumerate(actions) if action.op not in blind}
     num_versions = schedule.num_versions(stage)
-    live = [0]
+    oldest = max(min(schedule.sync_start_steps, schedule.first_step), schedule.first_step - num_versions + 1)
+    live = list(range(oldest, schedule.first_step + 1))
     most = 1
     for index, action in enumerate(actions):
         if action.op is Op.UPDATE:

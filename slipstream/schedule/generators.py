@@ -1,8 +1,9 @@
 """The schedules, each a small pure function that yields one stage's actions, for ever or for `num_steps` steps.
 
 Microbatches and steps are counted from the start of the run, m microbatches to a step; step t's update writes version
-t + 1. `first_step` starts a schedule in the middle of a run, on the weights of version `first_step`, so that schedules
-can follow one another at a step boundary.
+t + 1. `first_step` starts a schedule in the middle of a run, so that schedules can follow one another at a step
+boundary and a run can be taken up again. `oldest` is the oldest version there is to start from: `first_step` itself
+after a synchronous step, before it where the run goes on as it was.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _flushing(
 
 
 def two_bw(
-    stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int, warmup: int
+    stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int, oldest: int, warmup: int
 ) -> Iterator[Action]:
     """PipeDream-2BW (arXiv:2006.09503): one forward, one backward, never flushed, every batch one version late.
 
@@ -59,12 +60,12 @@ def two_bw(
         if next_update <= needed:
             yield update()
             next_update += 1
-        yield Action(stage, op, microbatch, max(first_step, step - 1))
+        yield Action(stage, op, microbatch, max(oldest, step - 1))
     yield update()
 
 
 def pipedream(
-    stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int
+    stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int, oldest: int
 ) -> Iterator[Action]:
     """PipeDream (SOSP 2019): weight stashing, an update per batch, delay P - 1 - s on stage s.
 
@@ -74,7 +75,7 @@ def pipedream(
     m, delay = num_microbatches, num_stages - 1 - stage
     for op, microbatch in _alternate(first_step * m, None if num_steps is None else num_steps * m, delay * m):
         step = microbatch // m
-        yield Action(stage, op, microbatch, max(first_step, step - delay))
+        yield Action(stage, op, microbatch, max(oldest, step - delay))
         if op is Op.BACKWARD and microbatch == (step + 1) * m - 1:
             yield Action(stage, Op.UPDATE, microbatch, step + 1)
 

@@ -35,6 +35,8 @@ class Schedule:
     """two_bw: "double" keeps twice the warm-up forwards in flight, which hides link latency."""
     sync_start_steps: int = 0
     """Steps played as one_f_one_b before the schedule begins."""
+    first_step: int = 0
+    """Where to begin: with how many updates made before, by a run that is taken up again."""
     global_update: bool = True
     """An update waits for a sum over all stages (clipping, tied weights, the verdict on inf and nan)."""
     evaluate_after: Collection[int] = field(default=())
@@ -53,6 +55,8 @@ class Schedule:
             raise ScheduleError(f"{self.num_stages} stages are too few: use at least 1")
         if self.num_steps is not None and self.num_steps < 1:
             raise ScheduleError(f"{self.num_steps} steps are too few: use at least 1")
+        if self.first_step < 0 or (self.num_steps is not None and self.first_step > self.num_steps):
+            raise ScheduleError(f"a run of {self.num_steps} steps cannot begin at step {self.first_step}")
         if self.sync_start_steps < 0:
             raise ScheduleError(f"{self.sync_start_steps} synchronous steps cannot be: use 0 or more")
         if self.num_microbatches < self.min_microbatches:
@@ -102,17 +106,18 @@ class Schedule:
 
     def actions(self, stage: int) -> Iterator[Action]:
         num_sync = self.sync_start_steps if self.num_steps is None else min(self.sync_start_steps, self.num_steps)
-        num_steps = None if self.num_steps is None else self.num_steps - num_sync
+        first, turn = self.first_step, max(self.first_step, num_sync)  # the schedule itself begins at the turn
+        num_steps = None if self.num_steps is None else self.num_steps - turn
         make: dict[str, Callable[..., Iterator[Action]]] = {
             "gpipe": generators.gpipe,
             "one_f_one_b": generators.one_f_one_b,
-            "two_bw": partial(generators.two_bw, warmup=self.warmup(stage)),
-            "pipedream": generators.pipedream,
+            "two_bw": partial(generators.two_bw, oldest=num_sync, warmup=self.warmup(stage)),
+            "pipedream": partial(generators.pipedream, oldest=num_sync),
             "paci": generators.paci,
         }
         shape = (stage, self.num_stages, self.num_microbatches)
-        start = generators.one_f_one_b(*shape, num_steps=num_sync, first_step=0)
-        rest = make[self.name](*shape, num_steps=num_steps, first_step=num_sync) if num_steps != 0 else iter(())
+        start = generators.one_f_one_b(*shape, num_steps=turn - first, first_step=first)
+        rest = make[self.name](*shape, num_steps=num_steps, first_step=turn) if num_steps != 0 else iter(())
         actions = chain(start, rest)
         return self._with_evaluations(actions, stage) if self.num_evaluations and self.evaluate_after else actions
 
@@ -125,7 +130,8 @@ class Schedule:
         all stages hold the same number of updates: they evaluate what each stage has when the next batch comes by.
         """
         pending: list[int] = []
-        due = sorted(set(self.evaluate_after))
+        # After the update that a run is taken up from, its evaluation is still to come.
+        due = sorted(step for step in set(self.evaluate_after) if step >= self.first_step - 1)
         consistent = self.name not in ("pipedream", "paci")
 
         def evaluate(steps: list[int]) -> Iterator[Action]:

@@ -61,8 +61,8 @@ class Cell:
         for name in ("compute_dtype", "gradient_dtype", "reduction_dtype"):
             if (value := getattr(self.config.train, name)) is not None:
                 raise ConfigError(
-                    f"train.{name} = {value!r} is a pipeline's: leave it out, and write compute_dtype at the top of the "
-                    "study"
+                    f"train.{name} = {value!r} is a pipeline's: leave it out, and write compute_dtype at the top of "
+                    "the study"
                 )
         if self.config.optimizer.sharded:
             raise ConfigError("optimizer.sharded is for replicas, and a study has none: leave it out")
@@ -77,6 +77,11 @@ class Cell:
             raise ConfigError(
                 f"predictor = {self.predictor!r} looks into muon and adamw, not into optimizer.name = "
                 f"{self.config.optimizer.name!r}: use another predictor"
+            )
+        if self.config.train.compile:
+            raise ConfigError(
+                "train.compile = true is for the stages of a pipeline, and a study has none: set compile_mode = "
+                "'default' instead"
             )
         if self.config.train.non_finite == "skip":
             raise ConfigError(

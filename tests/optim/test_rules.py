@@ -65,6 +65,56 @@ def test_newton_schulz_treats_a_stack_as_separate_matrices() -> None:
 
 
 @quiet_bf16
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (12, 12)])
+def test_newton_schulz_in_bf16_is_the_same_iteration(shape: tuple[int, int]) -> None:
+    sizes = torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64)[:, None, None]
+    stack = torch.stack([matrix_with_singular_values(*shape, low=0.3, high=30.0)] * 3) * sizes
+    found = newton_schulz(stack, dtype=torch.bfloat16, scale=0.25)
+    expected = newton_schulz(stack, dtype=torch.float64, scale=0.25)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() < 0.06 * b.norm()
+
+
+@quiet_bf16
+@pytest.mark.parametrize("shape", [(3, 8, 24), (3, 24, 8)])
+def test_newton_schulz_in_bf16_lays_its_result_out_like_its_input(shape: tuple[int, ...]) -> None:
+    """A transposed update would be slow to subtract."""
+    assert newton_schulz(random(*shape, dtype=torch.bfloat16), dtype=torch.bfloat16).is_contiguous()
+
+
+@quiet_bf16
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(3, 8, 24), (3, 24, 8)])
+def test_newton_schulz_writes_its_input_only_if_it_may(shape: tuple[int, ...], steps: int) -> None:
+    matrices = random(*shape, dtype=torch.bfloat16)
+    kept = newton_schulz(matrices, steps, torch.bfloat16)
+    assert torch.equal(matrices, random(*shape, dtype=torch.bfloat16))
+    assert torch.equal(newton_schulz(matrices, steps, torch.bfloat16, may_overwrite=True), kept)
+
+
+@quiet_bf16
+def test_newton_schulz_in_bf16_takes_a_tiny_matrix_for_noise() -> None:
+    matrix = random(6, 10, dtype=torch.float32)
+    matrix /= matrix.norm()
+    full, half = (newton_schulz(matrix * size, dtype=torch.bfloat16) for size in (2e-11, 1e-11))
+    assert 0 < half.norm() < 0.05
+    assert (full - 2 * half).norm() < 0.02 * full.norm()
+    assert newton_schulz(torch.zeros(4, 6), dtype=torch.bfloat16).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_newton_schulz_multiplies_by_a_scale(dtype: torch.dtype) -> None:
+    matrix = random(6, 10)
+    whole, scaled = (newton_schulz(matrix, dtype=dtype, scale=scale) for scale in (1.0, 0.25))
+    assert torch.equal(scaled, whole / 4)
+
+
+def test_newton_schulz_refuses_no_steps() -> None:
+    with pytest.raises(ValueError, match="steps is 0: use at least 1"):
+        newton_schulz(random(6, 10), steps=0)
+
+
+@quiet_bf16
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_newton_schulz_returns_the_dtype_it_was_given(dtype: torch.dtype) -> None:
     assert newton_schulz(random(4, 6).to(dtype)).dtype == dtype

@@ -97,6 +97,7 @@ def run_pipeline(
     groups: Sequence[Group],
     threads: bool = True,
     shared_memory: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     **options: Any,
 ) -> Outcome:
     base = task.model  # copied by every stage: a model cannot be built in several threads from one global seed
@@ -117,7 +118,7 @@ def run_pipeline(
         worker,
         num_stages,
         threads=threads,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
         shared_memory=shared_memory,
         start_method="fork",
     )

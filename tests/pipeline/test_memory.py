@@ -16,12 +16,11 @@ from slipstream.pipeline.comm import Transport
 WIDTH = 37  # a shape nothing else has
 
 
-def storages(kind: type[torch.Tensor], shape: tuple[int, ...] | None = None) -> dict[int, int]:
-    """Address to bytes of every storage that a tensor of this kind holds alive."""
+def storages(*kinds: type[torch.Tensor], shape: tuple[int, ...] | None = None) -> dict[int, int]:
+    """Address to bytes of every storage that a tensor of these kinds holds alive; those that a compiler has left behind
+    are of others, and have no storage."""
     tensors = [
-        value
-        for value in gc.get_objects()
-        if issubclass(type(value), kind) and (shape is None or tuple(value.shape) == shape)
+        value for value in gc.get_objects() if type(value) in kinds and (shape is None or tuple(value.shape) == shape)
     ]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
@@ -49,8 +48,8 @@ def measure(
     for report in pipeline.run():
         if isinstance(report, StepReport) and report.step % 100 == 50:
             gc.collect()
-            copies = max(copies, len(storages(nn.Parameter, (WIDTH, WIDTH))))
-            sizes.append(sum(storages(torch.Tensor).values()))
+            copies = max(copies, len(storages(nn.Parameter, shape=(WIDTH, WIDTH))))
+            sizes.append(sum(storages(torch.Tensor, nn.Parameter).values()))
     return copies, sizes
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import Task, even_cut, forks, language_model, largest_difference, network, run_pipeline, run_reference
+from harness import (
+    EXPERTS,
+    Task,
+    even_cut,
+    forks,
+    language_model,
+    largest_difference,
+    network,
+    run_pipeline,
+    run_reference,
+)
 from torch import Tensor
 
 from slipstream import Group, Pipeline, launch
-from slipstream.optim import muon_and_adamw
+from slipstream.optim import balance_experts, muon_and_adamw
 from slipstream.pipeline import update
 from slipstream.pipeline.comm import Transport
 
@@ -63,11 +74,13 @@ def test_coarse_working_copies_follow_the_oracle(dtype, stages, schedule, lam, g
 
 
 def test_parts_of_a_group_are_stepped_as_the_whole_is(monkeypatch):
+    """Where an optimizer of others cannot predict by itself."""
     task = coarse(network(), torch.float32)
     options: dict[str, Any] = {"num_microbatches": 2, "num_steps": NUM_STEPS, "dtype": torch.float32}
-    whole = run_pipeline(task, 2, groups(), **options)
+    others = [Group("all", partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0), error_feedback=1.0)]
+    whole = run_pipeline(task, 2, others, **options)
     monkeypatch.setattr(update, "PART_ELEMENTS", 150)  # of matrices with 144
-    parts = run_pipeline(task, 2, groups(), **options)
+    parts = run_pipeline(task, 2, others, **options)
     assert all(torch.equal(parts.weights[name], weight) for name, weight in whole.weights.items())
 
 
@@ -190,3 +203,27 @@ def test_the_cosine_of_updates_is_known_from_a_sample(monkeypatch):
         assert cosines[1] == pytest.approx(cosines[0], abs=1e-3)
         assert cosines[2] == pytest.approx(cosines[0], abs=0.2)
         assert name == "rest" or cosines[2] != cosines[1]  # the rest are biases, which are no more than a sample
+
+
+def test_the_bias_of_a_router_stays_as_fine_as_it_is():
+    """Its gradient counts tokens, and in bf16 257 is 256."""
+    task = coarse(language_model(tied=False, **EXPERTS), torch.bfloat16)
+
+    def worker(transport: Transport) -> dict[str, torch.dtype]:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=[balance_experts(0.01), *groups()],
+            num_microbatches=2,
+            num_steps=3,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.float64,
+        )
+        list(pipeline.run())
+        return {name: parameter.dtype for name, parameter in pipeline.versions.parameters(0).items()}
+
+    for dtypes in launch(worker, 2, threads=True):
+        for name, dtype in dtypes.items():
+            assert dtype == (torch.float64 if name.endswith("router.bias") else torch.bfloat16), name

@@ -109,6 +109,8 @@ def test_a_profile_is_measured_read_back_and_planned_with(capsys, tmp_path, monk
     chunked = [*SMALL, "--train.loss-chunk-tokens", "16"]
     said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *chunked)
     assert "is of train.loss_chunk_tokens = 0, not of 16: run slipstream profile with these options" in said
+    said = refusal(capsys, "plan", "--devices", "2", "--profile", str(path), *SMALL, "--train.compile")
+    assert "is of train.compile = false, not of true: run slipstream profile with these options" in said
 
 
 def test_what_fits_only_with_a_shared_optimizer_is_said_so(capsys, tmp_path):

@@ -32,6 +32,7 @@ def schedules(draw):
         global_update=draw(st.booleans()),
         evaluate_after=draw(st.sets(st.integers(0, 8))),
         num_evaluations=draw(st.integers(0, 3)),
+        first_step=draw(st.integers(0, num_steps)),
     )
 
 
@@ -43,11 +44,14 @@ def schedules(draw):
 @example(Schedule("pipedream", 12, 1, 16, sync_start_steps=2, evaluate_after=range(16), num_evaluations=1))
 @example(Schedule("paci", 12, 1, 16, sync_start_steps=2, evaluate_after=range(16), num_evaluations=1))
 @example(Schedule("two_bw", 4, 4, 6, sync_start_steps=2, evaluate_after=range(6), num_evaluations=2))
+@example(Schedule("two_bw", 4, 4, 6, sync_start_steps=2, evaluate_after=range(6), num_evaluations=2, first_step=3))
+@example(Schedule("pipedream", 4, 2, 9, sync_start_steps=1, first_step=3))
 def test_every_schedule_keeps_its_promises(schedule):
     report = check(schedule)
     stages = range(schedule.num_stages)
-    evaluations = schedule.num_evaluations * sum(step < schedule.num_steps for step in schedule.evaluate_after)
-    per_stage = (2 * schedule.num_microbatches + 1) * schedule.num_steps + evaluations
+    first, end = schedule.first_step, schedule.num_steps
+    evaluations = schedule.num_evaluations * sum(first - 1 <= step < end for step in schedule.evaluate_after)
+    per_stage = (2 * schedule.num_microbatches + 1) * (end - first) + evaluations
     assert report.num_actions == schedule.num_stages * per_stage
     for stage in stages:
         assert report.live_versions[stage] <= schedule.num_versions(stage)
@@ -60,6 +64,17 @@ def test_64_stages_of_256_microbatches_are_checked():
     report = check(Schedule("two_bw", 64, 256, 4))
     assert report.num_actions == 131_328
     assert report.peak_in_flight == tuple(range(64, 0, -1))
+
+
+@pytest.mark.parametrize("name", ["two_bw", "one_f_one_b", "gpipe", "pipedream"])
+@pytest.mark.parametrize("sync_start_steps", [0, 2, 5])
+@pytest.mark.parametrize("first_step", [1, 2, 3, 5])
+def test_a_run_that_is_taken_up_reads_the_versions_it_would_have_read(name, sync_start_steps, first_step):
+    whole = Schedule(name, 3, 3, 7, sync_start_steps=sync_start_steps)
+    rest = replace(whole, first_step=first_step)
+    for stage in range(3):
+        later = [action for action in whole.actions(stage) if action.microbatch >= first_step * 3]
+        assert sorted(map(str, rest.actions(stage))) == sorted(map(str, later))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8, 16])

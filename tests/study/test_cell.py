@@ -322,6 +322,10 @@ def test_a_cell_is_called_by_optimizer_seed_and_id() -> None:
         (replace(DELAYED, delays=(1, 0, 0)), "delays = [1, 0, 0] has not one entry for each of pipeline.stages = 2"),
         (replace(DELAYED, delays=(-1, 0)), "delays = [-1, 0] cannot be: use 0 to train.steps = 200 for every stage"),
         (replace(DELAYED, predictor_weight=float("inf")), "predictor_weight = inf is not finite: write a number that"),
+        (
+            with_config(DELAYED, train__compile=True),
+            "train.compile = true is for the stages of a pipeline, and a",
+        ),
         (with_config(DELAYED, train__non_finite="skip"), "train.non_finite = 'skip' asks the device after every step"),
         (
             replace(with_config(DELAYED, optimizer__name="soap"), predictor="momentum"),

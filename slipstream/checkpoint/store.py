@@ -1,0 +1,351 @@
+"""A folder of checkpoints, each made of parts that several processes write without a word to one another.
+
+FOLDER/step-00000200.ATTEMPT.partial/     parts arrive: NAME.safetensors, then NAME.json once that is on disk
+FOLDER/step-00000200.ATTEMPT.committing/  all have: the one process that could rename the folder adds manifest.json
+FOLDER/step-00000200/                     committed
+FOLDER/step-00000200.TOKEN.replaced/      committed earlier, while a newer one of the same step takes its place
+FOLDER/step-00000200.TOKEN.deleted/       being deleted
+
+Each arrow from one line to the next is one rename, so a process may be killed anywhere: a reader finds the checkpoint
+before or the one after, never a mix. Nothing is ever unpickled, and nothing that is read is trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .files import CheckpointError, discard, open_plain, reason, stamp, sync_folder, write_file
+from .records import MANIFEST, Manifest, PartFiles, PartRecord, check_part_name, read_json
+from .tensors import TensorFile, encode, read_header, stream
+
+__all__ = ["Checkpoint", "CheckpointError", "Part", "Store"]
+
+FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(?:\.([A-Za-z0-9_-]+)\.(partial|committing|replaced|deleted))?")
+ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_STEP = 10**18 - 1
+TENSORS, RECORD = ".safetensors", ".json"
+RECORD_BYTES = 4096
+"""Of NAME.json and the like, beside which facts hardly count."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process writes of a checkpoint."""
+
+    name: str
+    """A file name: "stage-0", "stage-0.replica-1"."""
+    tensors: Mapping[str, Tensor]
+    """On the CPU, contiguous, and left alone until they are written. Names are free."""
+    facts: Mapping[str, Any]
+    """JSON: they come back with lists for tuples and strings for all keys; nan and inf are refused."""
+
+
+class Checkpoint:
+    """One that is committed, and was intact when it was opened."""
+
+    def __init__(
+        self, step: int, folder: Path, facts: dict[str, dict[str, Any]], files: Mapping[str, TensorFile]
+    ) -> None:
+        self.step = step
+        self.facts = facts
+        """By part."""
+        self._folder = folder
+        self._files = files
+
+    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Of the tensors of all parts."""
+        files = self._files
+        return {
+            name: (files[part].entries[name].dtype, files[part].entries[name].shape)
+            for name, part in self._parts_by_name().items()
+        }
+
+    def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Opens only the files that it needs, and verifies nothing again."""
+        parts_by_name = self._parts_by_name()
+        wanted: dict[str, list[str]] = {}
+        names = list(dict.fromkeys(names))
+        for name in names:
+            if name not in parts_by_name:
+                raise CheckpointError(f"{self._folder} has no tensor {name[:200]!r}")
+            wanted.setdefault(parts_by_name[name], []).append(name)
+        found: dict[str, Tensor] = {}
+        for part, its_names in wanted.items():
+            with open_plain(self._folder, part + TENSORS) as file:
+                for name, tensor in self._files[part].read(file, its_names):
+                    found[name] = tensor.to(device)
+        return {name: found[name] for name in names}
+
+    def _parts_by_name(self) -> dict[str, str]:
+        parts: dict[str, str] = {}
+        for part, file in self._files.items():
+            for name in file.entries:
+                if name in parts:
+                    raise CheckpointError(f"{self._folder} has tensor {name[:200]!r} in both {parts[name]} and {part}")
+                parts[name] = part
+        return parts
+
+
+class _Found(NamedTuple):
+    """A folder in the store's, by its name."""
+
+    step: int
+    attempt: str | None
+    state: str | None
+    path: Path
+
+
+class Store:
+    """Where checkpoints are written to and read from.
+
+    folder       of all checkpoints of a run
+    keep_last    checkpoints stay,
+    keep_every   and so do those whose step it divides (0: no others)
+    attempt      the same for all processes of a launch, and another for every launch: parts of two launches never make
+                 one checkpoint. By default there is a single process, or the store is made before the others are forked
+    """
+
+    def __init__(self, folder: Path, keep_last: int = 2, keep_every: int = 0, attempt: str | None = None) -> None:
+        if keep_last < 1 or keep_every < 0:
+            raise ValueError(f"keep_last is {keep_last} and keep_every {keep_every}: use at least 1 and 0")
+        if attempt is not None and not ATTEMPT.fullmatch(attempt):
+            raise ValueError(f"attempt is {attempt!r}: use 1 to 64 letters, digits and dashes")
+        self.folder = Path(folder)
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._attempt = attempt or secrets.token_hex(4)
+
+    # ---- writing
+
+    def write(self, step: int, part: Part, num_parts: int) -> None:
+        """Writes a part, and if it is the last of num_parts, commits the checkpoint and removes those no longer to be
+        kept. Any process may be last; each writes its steps in order.
+
+        On failure, a CheckpointError, nothing of this step stays: without this part the others' are of no use.
+        """
+        if not 0 <= step <= MAX_STEP or num_parts < 1:
+            raise ValueError(f"step is {step} and num_parts {num_parts}: use at least 0 and 1")
+        check_part_name(part.name, f"step {step}")
+        partial = self._path(step, self._attempt, "partial")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._discard_hopeless(step, part.name)
+            self.check_space(part)
+            partial.mkdir(exist_ok=True)
+            tensors = write_file(partial / (part.name + TENSORS), stream(part.tensors))
+            record = PartRecord(step, num_parts, dict(part.facts), tensors)
+            write_file(partial / (part.name + RECORD), [record.encode(part.name)])
+            committing = self._claim(step, num_parts)
+        except Exception as error:
+            gone = isinstance(error, FileNotFoundError) and self.folder.is_dir() and not partial.exists()
+            discard(partial)
+            if gone:
+                raise CheckpointError(f"{partial} is gone: another process gave this checkpoint up") from error
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{error.filename or partial} cannot be written ({reason(error)})") from error
+            raise
+        if committing is not None:
+            self._commit(step, committing, num_parts)
+            self._prune(step)
+
+    def _claim(self, step: int, num_parts: int) -> Path | None:
+        """If all parts are there. Of several processes that find them all, one gets to rename the folder; for the
+        others it is gone, and the checkpoint in good hands."""
+        partial, committing = (self._path(step, self._attempt, state) for state in ("partial", "committing"))
+        try:
+            if len(_part_names(partial)) < num_parts:
+                return None
+            os.rename(partial, committing)
+        except FileNotFoundError:
+            if committing.exists() or self._path(step).exists():
+                return None
+            raise
+        return committing
+
+    def _commit(self, step: int, committing: Path, num_parts: int) -> None:
+        try:
+            parts = {name: self._stamps(committing, name, step, num_parts) for name in _part_names(committing)}
+            if len(parts) != num_parts:
+                raise CheckpointError(
+                    f"{committing} has {len(parts)} parts, not {num_parts}: {', '.join(sorted(parts))}"
+                )
+            write_file(committing / MANIFEST, [Manifest(step, parts).encode()])
+            sync_folder(committing)
+            self._swap_in(step, committing)
+        except Exception as error:
+            discard(committing)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{committing} cannot be committed ({reason(error)})") from error
+            raise
+
+    def _stamps(self, folder: Path, name: str, step: int, num_parts: int) -> PartFiles:
+        text, record_stamp = read_json(folder, name + RECORD)
+        record = PartRecord.decode(text, folder / (name + RECORD))
+        if (record.step, record.num_parts) != (step, num_parts):
+            raise CheckpointError(
+                f"{folder} has a part {name} that is one of {record.num_parts} of step {record.step}, "
+                f"and others that are of {num_parts} of step {step}"
+            )
+        tensors = folder / (name + TENSORS)
+        if not tensors.is_file() or tensors.lstat().st_size != record.tensors.size:
+            raise CheckpointError(f"{tensors} is not what {name}{RECORD} says it was")
+        return PartFiles(record_stamp, record.tensors)
+
+    def _swap_in(self, step: int, committing: Path) -> None:
+        """No two folders can trade places at once: in between, readers find the old one beside its place."""
+        committed = self._path(step)
+        replaced = self._path(step, secrets.token_hex(4), "replaced")
+        with suppress(FileNotFoundError):
+            os.rename(committed, replaced)
+        try:
+            os.rename(committing, committed)
+        except OSError:
+            with suppress(OSError):
+                os.rename(replaced, committed)
+            raise
+        sync_folder(self.folder)
+        discard(replaced)
+
+    def _prune(self, step: int) -> None:
+        """Later ones are left: they are of a run that was gone back on, and will be replaced one by one."""
+        steps = [earlier for earlier in self.steps() if earlier <= step]
+        for earlier in steps[: -self._keep_last]:
+            if not self._keep_every or earlier % self._keep_every:
+                discard(self._path(earlier))
+
+    def _discard_hopeless(self, step: int, name: str) -> None:
+        """Earlier checkpoints of this launch that lack this part, which failed or was left out, and is past: they would
+        never be complete, and on a full disk they would keep it full."""
+        for found in self._list():
+            past = found.state == "partial" and found.attempt == self._attempt and found.step < step
+            if past and not (found.path / (name + RECORD)).exists():
+                discard(found.path)
+
+    def clean(self) -> None:
+        """Puts away what crashes have left. One process calls it, once, before any of the launch writes."""
+        for found in self._list():
+            if found.state == "replaced" and not self._path(found.step).exists():
+                with suppress(OSError):
+                    os.rename(found.path, self._path(found.step))
+            elif found.state == "deleted":
+                shutil.rmtree(found.path, ignore_errors=True)
+            elif found.state is not None:
+                discard(found.path)
+
+    # ---- space
+
+    @staticmethod
+    def needed_bytes(part: Part) -> int:
+        header, _ = encode(part.tensors)
+        return len(header) + sum(tensor.nbytes for tensor in part.tensors.values()) + RECORD_BYTES
+
+    def check_space(self, part: Part) -> None:
+        """Before anything is written. Other processes may take the same space: then the write itself fails."""
+        needed = self.needed_bytes(part)
+        place = self.folder.absolute()
+        while not place.exists():
+            place = place.parent
+        try:
+            free = shutil.disk_usage(place).free
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} does not say how much space it has ({reason(error)})") from error
+        if free < needed:
+            raise CheckpointError(
+                f"{part.name} needs {_in_words(needed)}, {self.folder} has {_in_words(free)} left: "
+                "make room, or keep fewer checkpoints"
+            )
+
+    # ---- reading
+
+    def steps(self) -> list[int]:
+        """Of the committed ones, in order."""
+        return sorted({found.step for found in self._list() if found.state in (None, "replaced")})
+
+    def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
+        """The newest that is complete and intact. Of one that is not, on_damage gets one sentence (which file, what is
+        wrong), and the one before it is tried."""
+        for step in reversed(self.steps()):
+            try:
+                return self.open(step)
+            except CheckpointError as damage:
+                on_damage(str(damage))
+        return None
+
+    def open(self, step: int, verify: bool = True) -> Checkpoint:
+        """CheckpointError if it is damaged or missing. verify = False: another process has just compared all bytes with
+        their digests, and this one does without."""
+        folder = self._committed(step)
+        text, _ = read_json(folder, MANIFEST)
+        manifest = Manifest.decode(text, folder / MANIFEST)
+        if manifest.step != step:
+            raise CheckpointError(f"{folder / MANIFEST} is of step {str(manifest.step)[:20]}")
+        facts, files = {}, {}
+        for name, stamps in manifest.parts.items():
+            text, record_stamp = read_json(folder, name + RECORD)
+            if record_stamp != stamps.record:
+                raise _damaged(folder / (name + RECORD))
+            record = PartRecord.decode(text, folder / (name + RECORD))
+            if (record.step, record.num_parts, record.tensors) != (step, len(manifest.parts), stamps.tensors):
+                raise CheckpointError(f"{folder / (name + RECORD)} belongs to another checkpoint")
+            path = folder / (name + TENSORS)
+            with open_plain(folder, path.name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != stamps.tensors.size:
+                    raise CheckpointError(f"{path} has {size:,} bytes, and {MANIFEST} says otherwise")
+                if verify and stamp(file.fileno()) != stamps.tensors:
+                    raise _damaged(path)
+                files[name] = read_header(file, path)
+            facts[name] = record.facts
+        return Checkpoint(step, folder, facts, files)
+
+    # ---- names
+
+    def _path(self, step: int, attempt: str | None = None, state: str | None = None) -> Path:
+        return self.folder / (f"step-{step:08d}" if attempt is None else f"step-{step:08d}.{attempt}.{state}")
+
+    def _committed(self, step: int) -> Path:
+        folder = self._path(step)
+        if os.path.lexists(folder):
+            return folder
+        asides = [found.path for found in self._list() if found.step == step and found.state == "replaced"]
+        if not asides:
+            raise CheckpointError(f"{folder} does not exist: there are {self.steps() or 'none'}")
+        return asides[0]
+
+    def _list(self) -> Iterator[_Found]:
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be read ({reason(error)})") from error
+        for name in names:
+            match = FOLDER_NAME.fullmatch(name)
+            if match and match[1] == f"{int(match[1]):08d}":
+                yield _Found(int(match[1]), match[2], match[3], self.folder / name)
+
+
+def _part_names(folder: Path) -> list[str]:
+    return [name.removesuffix(RECORD) for name in os.listdir(folder) if name.endswith(RECORD) and name != MANIFEST]
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: its bytes have another sha256 than {MANIFEST} says")
+
+
+def _in_words(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} GB"

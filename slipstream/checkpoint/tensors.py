@@ -1,0 +1,167 @@
+"""Tensors in the safetensors format (8 bytes of length, a JSON header, the bytes of all tensors), streamed.
+
+The safetensors package would need all bytes at once to hash them, and hands out tensors that stay mapped to the file:
+were it cut short later, the process would be killed. Files made here open with the package, and its files open here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .files import CheckpointError, read_into
+from .records import fields, parse
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors package's own limit."""
+LENGTH_BYTES = 8
+NOT_TENSORS = "__metadata__"
+
+
+class Entry(NamedTuple):
+    """A tensor in a file; start and end count from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def encode(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """What the file begins with, and the order in which the tensors follow."""
+    for name, tensor in tensors.items():
+        if name == NOT_TENSORS:
+            raise CheckpointError(f"{name!r} cannot be a tensor's name: safetensors has another use for it")
+        dense = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+        if not dense or tensor.dtype not in CODES:
+            raise CheckpointError(
+                f"tensor {name!r} is of {tensor.dtype} on {tensor.device}, and not contiguous real numbers on the CPU: "
+                "copy it there first"
+            )
+    # The widest first: behind a header of whole multiples of 8 bytes, every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {NOT_TENSORS: {"format": "pt"}}
+    start = 0
+    for name in order:
+        tensor = tensors[name]
+        end = start + tensor.nbytes
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the names of {len(order):,} tensors take {len(text):,} bytes: use fewer or shorter ones"
+        )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, order
+
+
+def stream(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
+    """The whole file, with no copy of any tensor."""
+    header, order = encode(tensors)
+    yield header
+    for name in order:
+        yield _bytes_of(tensors[name].detach())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """One whose header has been read and found to fit its size."""
+
+    path: Path
+    size: int
+    data_start: int
+    entries: Mapping[str, Entry]
+
+    def read(self, file: io.FileIO, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        if os.fstat(file.fileno()).st_size != self.size:
+            raise CheckpointError(f"{self.path} has changed since it was opened")
+        for name in names:
+            entry = self.entries[name]
+            try:
+                flat = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise CheckpointError(f"{self.path} has a tensor {name[:200]!r} that memory has no room for") from error
+            read_into(file, self.data_start + entry.start, _bytes_of(flat), self.path)
+            # Any other byte in a bool is undefined behaviour for whoever computes with it.
+            if entry.dtype == torch.bool and flat.numel() and int(flat.max()) > 1:
+                raise CheckpointError(f"{self.path} has a tensor {name[:200]!r} of bool that is neither true nor false")
+            yield name, flat.view(entry.dtype).reshape(entry.shape)
+
+
+def read_header(file: io.FileIO, path: Path) -> TensorFile:
+    size = os.fstat(file.fileno()).st_size
+    if size < LENGTH_BYTES:
+        raise CheckpointError(f"{path} is no safetensors file: it has {size} bytes")
+    length_bytes = bytearray(LENGTH_BYTES)
+    read_into(file, 0, memoryview(length_bytes), path)
+    length = int.from_bytes(length_bytes, "little")
+    if length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise CheckpointError(f"{path} is no safetensors file: its header claims {length:,} of {size:,} bytes")
+    text = bytearray(length)
+    read_into(file, LENGTH_BYTES, memoryview(text), path)
+    where = f"the header of {path}"
+    header = parse(bytes(text), where)
+    if type(header) is not dict:
+        raise CheckpointError(f"{where} is no JSON object")
+    header.pop(NOT_TENSORS, None)
+    entries = {name: _entry(value, f"tensor {name[:200]!r} in {where}") for name, value in header.items()}
+    # Every byte belongs to one tensor: nothing overlaps, nothing is hidden, nothing lies outside.
+    reached = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != reached:
+            raise CheckpointError(
+                f"tensor {name[:200]!r} in {where} begins at {entry.start}, the one before ends at {reached}"
+            )
+        reached = entry.end
+    if LENGTH_BYTES + length + reached != size:
+        raise CheckpointError(f"{where} accounts for {LENGTH_BYTES + length + reached:,} of {size:,} bytes")
+    return TensorFile(path, size, LENGTH_BYTES + length, entries)
+
+
+def _entry(value: object, where: str) -> Entry:
+    found = fields(value, {"dtype": str, "shape": list, "data_offsets": list}, where)
+    dtype, shape, offsets = DTYPES.get(found["dtype"]), found["shape"], found["data_offsets"]
+    if dtype is None:
+        raise CheckpointError(f"{where} has dtype {found['dtype'][:200]!r}, which is none of {', '.join(DTYPES)}")
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in [*shape, *offsets]) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has a shape or offsets that are no whole numbers from 0 on")
+    # An empty tensor may have absurd dimensions, too, and torch multiplies all of them for its strides.
+    num_elements, widest = 1, 1
+    for dim in shape:
+        num_elements, widest = num_elements * dim, widest * max(dim, 1)
+        if widest >= 2**63 or len(shape) > 64:
+            raise CheckpointError(f"{where} has an impossible shape")
+    if offsets[1] - offsets[0] != num_elements * dtype.itemsize:
+        raise CheckpointError(f"{where} has {offsets[1] - offsets[0]} bytes, its shape {num_elements * dtype.itemsize}")
+    return Entry(dtype, tuple(shape), offsets[0], offsets[1])

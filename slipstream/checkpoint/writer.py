@@ -1,0 +1,87 @@
+"""Checkpoints written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .store import CheckpointError, Part, Store
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part that is on disk."""
+
+    step: int
+    seconds: float
+    num_bytes: int
+
+
+class Writer:
+    """Writes in the background; at most one checkpoint at a time.
+
+    No trouble with a disk reaches training: it is said, in one sentence, and the step has no checkpoint.
+    """
+
+    def __init__(self, store: Store, num_parts: int, say: Callable[[str], None]) -> None:
+        self.last_written: Written | None = None
+        """By this process; committed, with the parts of all others, is `last_committed`."""
+        self.num_left_out = 0
+        """Because the one before was still being written."""
+        self._store, self._num_parts, self._say = store, num_parts, say
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._began = 0.0
+        self._closed = False
+
+    def submit(self, step: int, make: Callable[[], Part]) -> bool:
+        """make is called in the thread (it waits for a device copy, say). False: the one before is still being written,
+        and this one is left out."""
+        if self._closed:
+            raise RuntimeError("this writer is closed: make another")
+        if self._thread is not None and self._thread.is_alive():
+            self.num_left_out += 1
+            if self.num_left_out == 1:
+                self._say(
+                    f"step {step} has no checkpoint, for that of step {self._step} has been under way for "
+                    f"{time.perf_counter() - self._began:.1f} s: the disk is slower than checkpoints are asked for, "
+                    "save less often (further ones are left out silently)"
+                )
+            return False
+        self._step, self._began = step, time.perf_counter()
+        # A daemon: a process that fails must not wait for a copy from a device that is gone.
+        self._thread = threading.Thread(target=self._write, args=(step, make), name="checkpoint", daemon=True)
+        self._thread.start()
+        return True
+
+    def _write(self, step: int, make: Callable[[], Part]) -> None:
+        try:
+            part = make()
+            began = time.perf_counter()
+            num_bytes = self._store.needed_bytes(part)
+            self._store.write(step, part, self._num_parts)
+            self.last_written = Written(step, time.perf_counter() - began, num_bytes)
+        except CheckpointError as error:
+            self._say(f"step {step} has no checkpoint: {error}")
+        except Exception as error:  # of make's: nobody else would hear of it
+            self._say(f"step {step} has no checkpoint: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    @property
+    def last_committed(self) -> int | None:
+        """The newest step that is committed, up to that of `last_written`; None where the folder cannot be read."""
+        written = self.last_written
+        try:
+            return max((step for step in self._store.steps() if written and step <= written.step), default=None)
+        except CheckpointError:
+            return None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until what was submitted is on disk, or has failed; at most so many seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def close(self) -> None:
+        self.wait()
+        self._closed = True

@@ -1,0 +1,137 @@
+"""What is worth a kernel of its own on a GPU, with plain torch beside it for every other place.
+
+    symmetric_product  a X X^T and its like: half of the tiles are computed, the other half is their mirror image
+    advance_momentum   momentum and direction in one pass, the direction rounded to the dtype of Newton-Schulz
+    apply_update       parameter and predicted parameter in one pass
+    adamw_step         all of AdamW in one pass, where plain torch makes nine and two temporaries
+
+The kernels themselves are in triton_kernels.py, which is imported when a CUDA tensor first asks for one. Both ways
+compute the same formula, and agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+USE_TRITON = True
+"""False: plain torch everywhere, to compare with."""
+MIN_ROWS = 1024
+"""Smaller products fill too few tiles for half of them to matter."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DTYPES = (torch.float32, torch.bfloat16)
+INT32 = 2**31
+"""The kernels count elements in 32 bits."""
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether the elementwise kernels can take these: on one GPU, dense, of the dtypes they compute in."""
+    return _on_triton(tensors[0]) and all(
+        tensor.is_cuda and tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.numel() < INT32
+        for tensor in tensors
+    )
+
+
+def _on_triton(tensor: Tensor) -> bool:
+    return USE_TRITON and HAS_TRITON and tensor.is_cuda
+
+
+def symmetric_product(
+    X: Tensor,  # (n, rows, depth), any strides
+    *,
+    alpha: float = 1.0,
+    added: Tensor | None = None,  # (n, rows, rows), symmetric
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+) -> Tensor:
+    """alpha X X^T + beta added + diagonal I, for each matrix of the stack. `diagonal` comes with `added` only."""
+    if _on_triton(X) and X.dtype == torch.bfloat16 and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32:
+        from .triton_kernels import symmetric_product as by_triton
+
+        return by_triton(X, alpha, added, beta, diagonal)
+    if added is None:
+        product = torch.bmm(X, X.mT)
+        return product if alpha == 1 else product.mul_(alpha)
+    product = torch.baddbmm(added, X, X.mT, beta=beta, alpha=alpha)
+    product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return product
+
+
+def advance_momentum(
+    gradient: Tensor,
+    momentum: Tensor,  # same shape, written
+    direction: Tensor,  # same shape, any dtype, written
+    *,
+    beta: float,
+    weight: float,  # of the momentum in the direction; the rest is the gradient's
+) -> None:
+    """m <- beta m + (1 - beta) g; direction <- weight m + (1 - weight) g"""
+    if usable(gradient, momentum, direction):
+        from .triton_kernels import advance_momentum as by_triton
+
+        by_triton(gradient, momentum, direction, beta, weight)
+        return
+    momentum.lerp_(gradient, 1 - beta)
+    direction.copy_(momentum if weight == 1 else gradient.lerp(momentum, weight))
+
+
+def apply_update(
+    parameter: Tensor,  # written
+    update: Tensor,
+    ahead: Tensor | None,  # written
+    *,
+    decay: float,
+    coefficient: float,
+) -> None:
+    """p <- decay p - u; ahead <- p - coefficient u. For `usable` tensors alone."""
+    from .triton_kernels import apply_update as by_triton
+
+    by_triton(parameter, update, ahead, decay, coefficient)
+    _tell_autograd(parameter, ahead)
+
+
+def adamw_step(
+    parameter: Tensor,  # written, like the two after the gradient
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    ahead: Tensor | None,  # written
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    nesterov: bool,
+    decay: float,
+    coefficient: float,
+) -> None:
+    """rules.adamw_update, then p <- decay p - u and ahead <- p - coefficient u. For `usable` tensors alone."""
+    from .triton_kernels import adamw_step as by_triton
+
+    by_triton(
+        parameter,
+        gradient,
+        mean,
+        square,
+        ahead,
+        rate=lr / (1 - beta1**step),
+        beta1=beta1,
+        beta2=beta2,
+        root_correction=(1 - beta2**step) ** 0.5,
+        eps=eps,
+        nesterov=nesterov,
+        decay=decay,
+        coefficient=coefficient,
+    )
+    _tell_autograd(parameter, ahead)
+
+
+def _tell_autograd(parameter: Tensor, ahead: Tensor | None) -> None:
+    """Of what torch did not see being written: a graph that still needs the old weights must raise."""
+    increment_version(parameter)
+    if ahead is not None:
+        increment_version(ahead)
