@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import Config
@@ -94,6 +95,7 @@ def _use_pipeline(
     if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
+    sentences += _sharing(search, found)
     idle = search.cluster.num_devices - best.num_devices
     if idle:
         sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
@@ -110,6 +112,7 @@ def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
     sentences = [
         f"Nothing fits into {_gib(search.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
         f"{least.schedule} on {least.num_stages} stages ({_parts(memory)}).",
+        *_sharing(search, found),
         *_smaller_activations(search.config),
     ]
     for schedule in ("two_bw", "one_f_one_b"):
@@ -127,6 +130,30 @@ def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
             "memory, or tensor parallelism, which the trainer does not have."
         )
     return Advice(tuple(sentences), None, None)
+
+
+def _sharing(search: Search, found: Mapping[str, Option]) -> list[str]:
+    """What fits only where replicas share the optimizer: the fastest of it."""
+    if search.config.optimizer.sharded or search.cluster.num_devices == 1:
+        return []
+    config = replace(search.config, optimizer=replace(search.config.optimizer, sharded=True))
+    shared = replace(search, config=config, memory_model=replace(search.memory_model, config=config))
+    too_large = [name for name, option in found.items() if not option.fits and _is_trainable(option)]
+    options = [option for option in map(shared.best, too_large) if isinstance(option, Option)]
+    fitting = [option for option in options if option.fits and option.num_replicas > 1]
+    if not fitting:
+        return []
+    best = max(fitting, key=lambda option: option.tokens_per_second)
+    stages = "" if best.schedule == DATA_PARALLEL else f" on {best.num_stages} stages"
+    return [
+        f"With --optimizer.sharded, where replicas share masters and optimizer state, {best.schedule}{stages} would "
+        f"fit too, {best.num_replicas} replicas with {_gib(best.memory[best.largest_stage].most)} GiB on a device: "
+        f"{best.tokens_per_second:,.0f} tokens/s."
+    ]
+
+
+def _is_trainable(option: Option) -> bool:
+    return option.is_runnable or option.schedule == DATA_PARALLEL
 
 
 def _smaller_activations(config: Config) -> list[str]:
@@ -166,11 +193,14 @@ def _command(option: Option, given: Given) -> str:
         chosen["optimizer.error_feedback"] = 0.0
     words = ["slipstream", "train", *([given.path] if given.path else [])]
     for section in dataclasses.fields(Config):
+        hints = typing.get_type_hints(type(getattr(given.config, section.name)))
         for member in dataclasses.fields(getattr(given.config, section.name)):
             path = f"{section.name}.{member.name}"
             default = getattr(getattr(given.default, section.name), member.name)
             value = chosen.get(path, getattr(getattr(given.config, section.name), member.name))
-            if value != default:
+            if value != default and hints[member.name] is bool:
+                words.append(f"--{section.name}.{'' if value else 'no-'}{member.name}".replace("_", "-"))
+            elif value != default:
                 words += [f"--{path.replace('_', '-')}", *_words(value)]
     return shlex.join(words)
 

@@ -41,7 +41,7 @@ class PlanArguments(Config):
     """Predicts step time and memory of every schedule for a model and a number of devices, and recommends one.
 
     CONFIG.toml and --section.field are those of `slipstream train`. Of [pipeline] nothing is used but the batch:
-    stages, microbatches and cuts are what is looked for. All figures are for float32, which is what the trainer does.
+    stages, microbatches and cuts are what is looked for. The figures are for the dtypes of [train].
     """
 
     devices: int = 0
@@ -57,7 +57,8 @@ class PlanArguments(Config):
     batch_tokens: int | None = None
     """Tokens to a step, over all devices. By default the configuration's, or 8 sequences per device if that is more."""
     efficiency: float = 0.5
-    """The share of a device's peak that matrix products reach: for estimates, where there is no profile."""
+    """The share of a device's peak, in the dtype of what is computed, that matrix products reach: for estimates, where
+    there is no profile."""
     profile: Path | None = None
     """What `slipstream profile` wrote: measured costs instead of estimates."""
     json: Path | None = None
@@ -191,12 +192,13 @@ def _check_folder(name: str, path: Path) -> None:
 
 
 def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
+    in_bf16 = "bfloat16" in (given.train.compute_dtype, given.optimizer.newton_schulz_dtype)
     if given.device_kind is not None:
-        return find_device(given.device_kind)
+        return find_device(given.device_kind, in_bf16)
     if profile is None:
         return find_device("h200")
     if profile.device.startswith("cpu"):
-        return find_device("cpu")
+        return find_device("cpu", in_bf16)
     known = [kind for kind in ("h200", "h100", "a100") if kind in profile.device.lower()]
     if not known:
         raise UsageError(
@@ -216,6 +218,12 @@ def _costs(
         raise UsageError(
             f"profile = {str(given.profile)!r} is of {profile.optimizer} in {profile.dtype}, not of "
             f"{config.optimizer.name} in {config.train.dtype}: run slipstream profile with these options"
+        )
+    computed = profile.compute_dtype or profile.dtype, config.train.compute_dtype or config.train.dtype
+    if computed[0] != computed[1]:
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of train.compute_dtype = {computed[0]!r}, not of {computed[1]!r}: "
+            "run slipstream profile with these options"
         )
     if profile.loss_chunk_tokens != config.train.loss_chunk_tokens:
         raise UsageError(
@@ -264,9 +272,10 @@ def _print(
     screen: Screen, search: Search, device: DeviceKind, options: dict[str, Option | str], advice: Advice
 ) -> None:
     cluster, model = search.cluster, search.model
+    shared = ", its masters and state shared by replicas" if search.config.optimizer.sharded else ""
     screen.print(
         f"{search.config.model.preset}: {search.num_parameters:,} parameters in {model.num_layers + 2} layers, "
-        f"{search.config.train.dtype}, {search.config.optimizer.name}\n"
+        f"{search.memory_model.dtypes}, {search.config.optimizer.name}{shared}\n"
         f"{cluster.num_devices} x {device.name} with {cluster.memory / GIB:.4g} GiB, links of "
         f"{cluster.bandwidth * 8 / 1e9:,.0f} Gb/s and {cluster.latency * 1e6:g} us\n"
         f"a step of {search.batch_size * model.sequence_length:,} tokens: {search.batch_size} sequences of "

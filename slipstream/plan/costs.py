@@ -3,9 +3,9 @@
     costs = estimate(config, model, find_device("h200"), efficiency=0.5)
     costs.stages([6, 5, 5, 2], microbatch_size=1, latency=0.0)      # StageCosts, for predict
 
-An estimate is a matrix product's FLOPs over a share of the device's fp32 peak, and for what only moves numbers
-(looking up embeddings, most of an update) bytes over the memory's bandwidth. It says which schedule and which cut are
-better, and roughly how fast; `slipstream profile` says how fast.
+An estimate is a matrix product's FLOPs over a share of the device's peak in the dtype it is computed in, and for what
+only moves numbers (looking up embeddings, most of an update) bytes over the memory's bandwidth. It says which schedule
+and which cut are better, and roughly how fast; `slipstream profile` says how fast.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..arguments import UsageError
 from ..config import Config
 from ..model import ModelConfig, decoder, layer_costs, layer_names
 from ..optim.groups import is_matrix
+from .dtypes import Dtypes
 from .predict import StageCosts
 
 GIB = 2**30
@@ -33,36 +34,43 @@ class DeviceKind:
     memory: float
     """Bytes."""
     flops: float
-    """Per second, in fp32 without tensor cores, which is what the trainer computes in."""
+    """Per second, in fp32 without tensor cores, which is what the trainer computes in unless told otherwise."""
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
     """Bytes per second in one direction, to a neighbour in the same machine."""
+    bf16_flops: float | None = None
+    """Per second, dense, on tensor cores where it has them. None: as in fp32."""
+
+    def flops_in(self, dtype: torch.dtype) -> float:
+        return self.bf16_flops or self.flops if dtype == torch.bfloat16 else self.flops
 
 
 DEVICE_KINDS = {
     # NVIDIA's data sheets, SXM forms; NVLink is sold by the sum of both directions, here is one.
-    "h200": DeviceKind("h200", 141e9, 67e12, 4.8e12, 450e9),
-    "h100": DeviceKind("h100", 80e9, 67e12, 3.35e12, 450e9),
-    "a100": DeviceKind("a100", 80e9, 19.5e12, 2.039e12, 300e9),
+    "h200": DeviceKind("h200", 141e9, 67e12, 4.8e12, 450e9, 989e12),
+    "h100": DeviceKind("h100", 80e9, 67e12, 3.35e12, 450e9, 989e12),
+    "a100": DeviceKind("a100", 80e9, 19.5e12, 2.039e12, 300e9, 312e12),
 }
 
 
-def find_device(name: str) -> DeviceKind:
-    """ "cpu" is one core of this machine: it has no data sheet, and is measured in a moment."""
+def find_device(name: str, in_bf16: bool = False) -> DeviceKind:
+    """ "cpu" is one core of this machine: it has no data sheet, and is measured in a moment. in_bf16: in that too."""
     if name == "cpu":
-        return _measure_core()
+        return _measure_core(in_bf16)
     if name not in DEVICE_KINDS:
         raise UsageError(f"device_kind = {name!r} is unknown: choose one of {', '.join(DEVICE_KINDS)}, cpu")
     return DEVICE_KINDS[name]
 
 
-def _measure_core() -> DeviceKind:
+def _measure_core(in_bf16: bool) -> DeviceKind:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         square, vector = torch.ones(512, 512), torch.ones(2**22)
         product = _shortest(lambda: square @ square)
+        small = torch.ones(128, 128, dtype=torch.bfloat16)  # which some cores are very slow at
+        bf16_flops = 2 * 128**3 / _shortest(lambda: small @ small) if in_bf16 else None
         copy = _shortest(vector.clone)
     finally:
         torch.set_num_threads(threads)
@@ -71,7 +79,8 @@ def _measure_core() -> DeviceKind:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError, AttributeError):  # not every system says
         memory = 0.0
-    return DeviceKind("cpu", memory / (os.cpu_count() or 1), 2 * 512**3 / product, bandwidth, bandwidth / 2)
+    share = memory / (os.cpu_count() or 1)
+    return DeviceKind("cpu", share, 2 * 512**3 / product, bandwidth, bandwidth / 2, bf16_flops)
 
 
 def _shortest(action: Callable[[], object]) -> float:
@@ -133,18 +142,20 @@ class ModelCosts:
 
 def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency: float) -> ModelCosts:
     size = config.train.microbatch_size
-    tokens, itemsize = size * model.sequence_length, getattr(torch, config.train.dtype).itemsize
-    flops = device.flops * efficiency
-    table = model.vocab_size * model.dim * itemsize
+    tokens, dtypes = size * model.sequence_length, Dtypes.of(config)
+    peak = device.flops_in(dtypes.compute)
+    flops = peak * efficiency
+    # The gradient of a table, added to what is there: one written, the other read and written.
+    added = model.vocab_size * model.dim * (dtypes.compute.itemsize + 2 * dtypes.gradient.itemsize)
     names, per_token = layer_names(model), layer_costs(model, model.sequence_length)
     # The products of attention have no weights: their backward is all with respect to inputs.
     attention = 2 * (model.sequence_length + 1) * model.num_heads * model.head_dim
-    message = tokens * model.dim * itemsize
+    message = tokens * model.dim * dtypes.compute.itemsize
     embedding = LayerCost(
         names[0],
         forward=2 * message / device.memory_bandwidth,
         backward_input=0.0,
-        backward_weight=3 * table / device.memory_bandwidth,  # a table of zeros, added to the gradient
+        backward_weight=added / device.memory_bandwidth,  # of zeros, mostly
         update=0.0,
     )
     blocks = [
@@ -160,22 +171,24 @@ def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency:
     cost = tokens * per_token[-1] / flops
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
     if config.train.loss_chunk_tokens:  # the forward makes the gradient too; the backward adds it to the others
-        head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=3 * table / device.memory_bandwidth)
-    updates = _updates_seconds(config, model, device, flops)
+        head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
+    updates = _updates_seconds(config, model, device, efficiency)
     layers = tuple(
         replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)
     )
     what = "measured on one core just now" if device.name == "cpu" else "data sheet"
+    is_bf16 = dtypes.compute == torch.bfloat16 and device.bf16_flops is not None
+    unit = "fp32" if not is_bf16 else "bf16" if device.name == "cpu" else "bf16 on tensor cores"
     source = (
-        f"estimated: {efficiency:.0%} of {device.flops / 1e12:.3g} TFLOP/s in fp32 ({device.name}, {what}), "
+        f"estimated: {efficiency:.0%} of {peak / 1e12:.3g} TFLOP/s in {unit} ({device.name}, {what}), "
         f"{device.memory_bandwidth / 1e12:.3g} TB/s of memory"
     )
     return ModelCosts(layers, size, source, is_measured=False)
 
 
-def _updates_seconds(config: Config, model: ModelConfig, device: DeviceKind, flops: float) -> list[float]:
+def _updates_seconds(config: Config, model: ModelConfig, device: DeviceKind, efficiency: float) -> list[float]:
     """Of every layer: Newton-Schulz's products, where Muon has them, and every number of weights, gradient and state
-    some 12 times."""
+    some 12 times: of these two of the gradient and one of the working copy."""
     known: dict[tuple[torch.Size, ...], float] = {}  # most layers are like another
     seconds = []
     with torch.device("meta"):
@@ -184,14 +197,17 @@ def _updates_seconds(config: Config, model: ModelConfig, device: DeviceKind, flo
         shapes = tuple(parameter.shape for parameter in layer.parameters())
         if shapes not in known:
             named = [(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()]
-            known[shapes] = sum(_update_seconds(config, device, flops, *pair) for pair in named)
+            known[shapes] = sum(_update_seconds(config, device, efficiency, *pair) for pair in named)
         seconds.append(known[shapes])
     return seconds
 
 
-def _update_seconds(config: Config, device: DeviceKind, flops: float, name: str, parameter: nn.Parameter) -> float:
-    seconds = 12 * parameter.numel() * getattr(torch, config.train.dtype).itemsize / device.memory_bandwidth
+def _update_seconds(config: Config, device: DeviceKind, efficiency: float, name: str, parameter: nn.Parameter) -> float:
+    dtypes = Dtypes.of(config)
+    moved = 9 * dtypes.master.itemsize + 2 * dtypes.gradient.itemsize + dtypes.compute.itemsize
+    seconds = parameter.numel() * moved / device.memory_bandwidth
     if config.optimizer.name == "muon" and is_matrix(name, parameter):
+        flops = device.flops_in(getattr(torch, config.optimizer.newton_schulz_dtype)) * efficiency
         seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
     return float(seconds)
 

@@ -122,7 +122,8 @@ class _Fused(TorchFunctionMode):
 
 class _Attention(torch.autograd.Function):
     """Keeps queries, keys, values, the output and one number per query and head. On CUDA that is the memory-efficient
-    kernel, the one for fp32, whose output lies in memory as the next layer reads it."""
+    kernel, the one for fp32, whose output lies in memory as the next layer reads it; for bf16 it is flash attention,
+    which adds up the gradient of the queries in fp32 and makes those of shared keys and values once per query head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Tensor:
@@ -132,7 +133,7 @@ class _Attention(torch.autograd.Function):
             sums = query.new_empty(batch, heads, -(-length // 32) * 32, dtype=torch.float32)
         else:
             output = query.new_empty(batch, heads, length, width)
-            sums = query.new_empty(batch, length, heads)
+            sums = query.new_empty(batch, length, heads, dtype=_precise(query))
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.kernels = kernels
         return output
@@ -140,16 +141,26 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, output, _ = ctx.saved_tensors
-        product = torch.empty_like(output) if ctx.kernels == "cuda" else None  # output times its gradient
+        work = []
+        if ctx.kernels == "cuda" and query.itemsize >= 4:
+            work = [torch.empty_like(output)]  # output times its gradient
+        elif ctx.kernels == "cuda":
+            work = [torch.empty_like(query, dtype=torch.float32)]
+            if key.shape[1] != query.shape[1]:
+                work += [torch.empty_like(query), torch.empty_like(query)]
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-        del product
+        work.clear()
         return results
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1))
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=_precise(x)))
         return torch.empty_like(x)
 
     @staticmethod

@@ -10,9 +10,12 @@ code that will run, not off formulas. Blocks of a kind, dense or with experts, a
 are extrapolated from fewer, which changes nothing but the time it takes. Experts are evenly loaded here; uneven loads
 move rows from one expert to another and change neither their number nor what is kept of them.
 
-Four things are added by rule, as the code in pipeline/ has them: copies of the weights (versions.py), a second gradient
-while an update runs beside the next batch (executor.py), the sums over stages (reduction.py) and messages under way
-(comm.py). Left out: what kernels allocate inside, the CUDA context and what the allocator loses to fragmentation.
+Some things are added by rule, as the code in pipeline/ has them: copies of the weights (versions.py), a second gradient
+while an update runs beside the next batch (executor.py), the sums over stages and replicas (reduction.py), what an
+evaluation rounds the masters to (sharding.py) and messages under way (comm.py). Left out: what kernels allocate inside,
+small tensors laid together to travel between replicas, the CUDA context and what the allocator loses to fragmentation.
+
+Where replicas share the optimizer, a stage is that of the replica which keeps most, with the program's own owners.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +39,11 @@ from ..pipeline.executor import LOOKAHEAD
 from ..pipeline.recompute import Recomputing
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
+from .dtypes import Dtypes
+from .group_updates import GroupUpdates, Stepping, Update
 from .live import Kernels, LiveBytes, fuse_kernels
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,13 @@ class Stage:
     """two_bw: the update of one batch is made while the next one computes."""
     flushes: bool
     """No activations are held when the update is made."""
+    num_replicas: int = 1
+    """Of the whole pipeline."""
+
+    @property
+    def drifts(self) -> bool:
+        """paci: the only version is overwritten while microbatches are in flight."""
+        return self.versions == 1 and self.delay > 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,7 @@ class StageMemory:
     """All versions, masters, and the rotary tables."""
     gradients: int
     optimizer: int
+    """Its state, and of mixed precision what is kept of an update to compare the next one with."""
     activations: int
     """Of all microbatches in flight, messages between stages that they hold included."""
     messages: int
@@ -121,6 +136,9 @@ class Passes:
     """One microbatch through a stage's layers."""
 
     parameters: int
+    """How many numbers they are; the rest is bytes."""
+    working: int
+    """Of one working copy: a parameter may keep its dtype whatever the others have."""
     buffers: int
     activations: int
     """Alive between forward and backward."""
@@ -128,14 +146,6 @@ class Passes:
     """The peak of a forward, above what it leaves."""
     backward_work: int
     """The peak of a backward into gradients that are there already, above what it begins with."""
-
-
-@dataclass(frozen=True)
-class Update:
-    optimizer: int
-    """Its state."""
-    work: int
-    """The peak of an update, above what it begins with."""
 
 
 @dataclass(frozen=True)
@@ -147,31 +157,54 @@ class MemoryModel:
     kernels: Kernels = "cpu"
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def dtypes(self) -> Dtypes:
+        return Dtypes.of(self.config)
+
     def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
         has_embedding, blocks, has_head = self._layers(stage)
+        dtypes = self.dtypes
         passes = self.passes(has_embedding, blocks, has_head, microbatch_size, self._recomputed(stage))
-        separate = self._separate_masters(stage)
-        update = self.update(has_embedding, blocks, has_head, separate)
-        copies = stage.versions + separate
+        stepping = self._stepping(stage)
+        num_owners = stage.num_replicas if self.config.optimizer.sharded else 1
+        update = self.update(has_embedding, blocks, has_head, stepping, num_owners)
         activations = round(stage.in_flight * passes.activations)
-        reduction_held, reduction_work = self._reduction(stage, has_embedding, blocks, has_head)
+        owned = passes.parameters if update.owned is None else update.owned
+        masters = owned * dtypes.master.itemsize if stepping.separate else 0
+        gradients = passes.parameters * dtypes.gradient.itemsize
+        tied, norm = self._reduction(stage, has_embedding, blocks, has_head)
+        replicas, summed = self._replicas(stage, passes.parameters, owned)
+        reduction_held = max(replicas, summed + tied)
         compute_work = max(passes.forward_work, passes.backward_work)
-        update_work = max(update.work, reduction_held + reduction_work)
+        update_work = summed + max(update.work, replicas, tied + norm)
         if stage.background_update:
-            # The others' copies of tied gradients are waited for while the next microbatches compute.
+            # The others' gradients are waited for while the next microbatches compute.
             work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
         else:  # the update comes between two microbatches: the last one's activations are gone, or all of them
             freed = activations if stage.flushes else passes.activations
             work, overlap = max(compute_work, update_work - freed), 0
+        # No update is made while weights are evaluated; a sum may be waited for.
+        evaluated = self._evaluated(stepping, num_owners, passes, owned)
+        waited = reduction_held if stage.background_update else 0
+        most = work + overlap
+        work = max(work, compute_work + waited + evaluated)
         return StageMemory(
-            weights=copies * passes.parameters + passes.buffers,
-            gradients=passes.parameters * (2 if stage.background_update else 1),
+            weights=stage.versions * passes.working + masters + passes.buffers,
+            gradients=gradients * (2 if stage.background_update else 1),
             optimizer=update.optimizer,
             activations=activations,
             messages=self._messages(stage, microbatch_size),
             work=work,
-            overlap=overlap,
+            overlap=max(0, most - work),
         )
+
+    def owned_share(self, layers: tuple[int, ...], index: int, num_replicas: int) -> float:
+        """Of a stage's numbers, those that the replica with the most of them steps."""
+        if not self.config.optimizer.sharded or num_replicas == 1:
+            return 1.0
+        first, num_layers = sum(layers[:index]), layers[index]
+        stage = index == 0, blocks_of(self.model, first, num_layers), index == len(layers) - 1
+        return self._group_updates().owned_share(_counts(*stage), num_replicas)
 
     def _layers(self, stage: Stage) -> tuple[bool, Blocks, bool]:
         has_embedding = stage.first_layer == 0
@@ -184,15 +217,35 @@ class MemoryModel:
         recomputed = recomputed_layers(self.config, self.model)
         return tuple(name in recomputed for name in names if name not in ("embedding", "head"))
 
-    def _separate_masters(self, stage: Stage) -> bool:
+    def _stepping(self, stage: Stage) -> Stepping:
         """As Pipeline decides it."""
-        predicts = self.config.optimizer.error_feedback != 0 and stage.delay > 0
-        return stage.versions > 1 and (predicts or (self.config.train.track_alignment and stage.versions == 2))
+        error_feedback = 0.0 if stage.drifts else self.config.optimizer.error_feedback
+        predicts = error_feedback != 0 and stage.delay > 0 and stage.versions > 1
+        compares = self.config.train.track_alignment and stage.versions == 2
+        separate = self.dtypes.is_mixed or predicts or compares
+        return Stepping(separate, predicts, stage.background_update, error_feedback)
+
+    def _evaluated(self, stepping: Stepping, num_owners: int, passes: Passes, owned: int) -> int:
+        """What Executor evaluates with, where working copies run ahead and no module has all masters: a copy of them in
+        the dtype of the working copies. One that is in it already, and owned, is no copy."""
+        if not stepping.predicts or not self.config.evaluation.batches:
+            return 0
+        if self.dtypes.is_mixed:
+            return passes.working
+        return (passes.parameters - owned) * self.dtypes.compute.itemsize if num_owners > 1 else 0
+
+    def _replicas(self, stage: Stage, parameters: int, owned: int) -> tuple[int, int]:
+        """Of sums over replicas in another dtype than the gradients': what Reducer.reduce holds while it waits, and
+        what it leaves besides the gradients it was given, which the background holds until the update is over."""
+        dtypes = self.dtypes
+        if stage.num_replicas == 1 or dtypes.reduction == dtypes.gradient:
+            return 0, 0
+        return parameters * dtypes.reduction.itemsize, owned * dtypes.gradient.itemsize * stage.background_update
 
     def _reduction(self, stage: Stage, has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int]:
         """What Reducer.reduce holds while it waits for the others, and then needs for a moment: a copy of a tied
         gradient and room for both stages' copies; and the largest gradient in float64, for its norm."""
-        bytes_each = _itemsize(self.config)
+        bytes_each = self.dtypes.gradient.itemsize
         is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
         rows = [self.model.dim]
@@ -211,7 +264,7 @@ class MemoryModel:
         num_evaluations = self.config.evaluation.batches
         under_way = stage.max_in_flight + num_evaluations
         posted = -(-(LOOKAHEAD + 1) // 2)
-        message = microbatch_size * self.model.sequence_length * self.model.dim * _itemsize(self.config)
+        message = microbatch_size * self.model.sequence_length * self.model.dim * self.dtypes.compute.itemsize
         num_messages = 0.0
         if stage.index > 0:
             num_messages += posted + under_way  # activations in, gradients out
@@ -248,12 +301,23 @@ class MemoryModel:
                 result = replace(
                     result,
                     parameters=result.parameters + more * (two.parameters - one.parameters),
+                    working=result.working + more * (two.working - one.working),
                     buffers=result.buffers + more * (two.buffers - one.buffers),
                     activations=result.activations + more * (two.activations - one.activations),
                 )
         return result
 
-    def update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
+    def update(
+        self, has_embedding: bool, blocks: Blocks, has_head: bool, stepping: Stepping, num_owners: int = 1
+    ) -> Update:
+        """num_owners: replicas that share the optimizer."""
+        dtypes = self.dtypes
+        if dtypes.is_mixed or dtypes.gradient != dtypes.master or num_owners > 1:
+            layers = _counts(has_embedding, blocks, has_head)
+            return self._steppable(lambda: self._group_updates().update(layers, stepping, num_owners))
+        return self._update_by_layer(has_embedding, blocks, has_head, stepping.separate)
+
+    def _update_by_layer(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
         """Parameters are updated one or one stack at a time, so the parts of a stage can be measured alone."""
         if has_embedding and has_head and self.model.tied_embeddings:
             return self._update(True, blocks, True, separate)
@@ -274,16 +338,26 @@ class MemoryModel:
     def _update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
         key = ("update", has_embedding, blocks, has_head, separate)
         if key not in self._known:
-            try:
-                self._known[key] = self._play_update(has_embedding, blocks, has_head, separate)
-            except Exception as error:  # any optimizer may be configured, and some look at the numbers themselves
-                name = self.config.optimizer.name
-                raise UsageError(
-                    f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
-                    "cannot be counted: plan with muon or adamw"
-                ) from error
+            self._known[key] = self._steppable(lambda: self._play_update(has_embedding, blocks, has_head, separate))
         result: Update = self._known[key]
         return result
+
+    def _steppable(self, play: Callable[[], Result]) -> Result:
+        try:
+            return play()
+        except Exception as error:  # any optimizer may be configured, and some look at the numbers themselves
+            name = self.config.optimizer.name
+            raise UsageError(
+                f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
+                "cannot be counted: plan with muon or adamw"
+            ) from error
+
+    def _group_updates(self) -> GroupUpdates:
+        if "group updates" not in self._known:
+            few = self._blocks_of_a_stack() if self.config.optimizer.name in ("muon", "adamw") else None
+            self._known["group updates"] = GroupUpdates(self.config, self.model, self._build_counts, few)
+        updates: GroupUpdates = self._known["group updates"]
+        return updates
 
     def _blocks_of_a_stack(self) -> int:
         """From how many blocks on an update needs no more work space: Muon orthogonalises like matrices together, up to
@@ -323,14 +397,14 @@ class MemoryModel:
         if any(recomputed):
             names = [f"block{i}" for i, again in enumerate(recomputed) if again]
             module = Recomputing(OrderedDict(module.named_children()), names)
-        parameters = dict.fromkeys(module.parameters())
+        versions = WeightVersions(module, 1, dtype=self.dtypes.compute, gradient_dtype=self.dtypes.gradient)
         ids = torch.empty(microbatch_size, self.model.sequence_length, dtype=torch.int64, device="meta")
 
         def forward() -> tuple[Tensor, Tensor]:
             inputs = ids.clone()
             if not has_embedding:
-                dtype = getattr(torch, self.config.train.dtype)
-                inputs = torch.empty(*ids.shape, self.model.dim, dtype=dtype, device="meta", requires_grad=True)
+                shape, dtype = (*ids.shape, self.model.dim), self.dtypes.compute
+                inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             outputs = module(inputs)
             if has_head:
                 outputs = loss(outputs, ids.clone()) * 1.0
@@ -354,7 +428,8 @@ class MemoryModel:
             backward_work = live.peak - start
         del inputs
         return Passes(
-            parameters=_bytes(parameters),
+            parameters=sum(parameter.numel() for parameter in versions.parameters(0).values()),
+            working=_bytes(versions.parameters(0).values()),
             buffers=_bytes(module.buffers()),
             activations=activations,
             forward_work=forward_work,
@@ -390,15 +465,17 @@ class MemoryModel:
         small = replace(self.model, num_layers=max(1, blocks.count), num_dense_layers=num_dense)
         with torch.device("meta"):
             whole, loss = decoder_and_loss(small, self.config.train.loss_chunk_tokens)
-            whole.to(getattr(torch, self.config.train.dtype))
+            whole.to(self.dtypes.master)
         first = 0 if has_embedding else 1 if blocks.count else 2
         last = len(whole) if has_head else len(whole) - 1 if blocks.count else 1
         return nn.Sequential(OrderedDict(list(whole.named_children())[first:last])), loss
 
+    def _build_counts(self, embedding: int, dense: int, sparse: int, head: int) -> nn.Sequential:
+        return self._build(bool(embedding), Blocks(dense, sparse), bool(head))[0]
 
-def _itemsize(config: Config) -> int:
-    dtype: torch.dtype = getattr(torch, config.train.dtype)
-    return dtype.itemsize
+
+def _counts(has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int, int, int]:
+    return int(has_embedding), blocks.dense, blocks.sparse, int(has_head)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

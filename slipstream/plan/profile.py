@@ -33,6 +33,7 @@ from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
 from ..reading import read_plain_file
 from .costs import LayerCost, ModelCosts
+from .dtypes import Dtypes
 from .memory import MemoryModel, blocks_of
 
 WARMUPS, REPEATS = 2, 7
@@ -78,6 +79,8 @@ class Profile:
     """Bytes of the activations between two stages."""
     rows: tuple[Row, ...]
     loss_chunk_tokens: int = 0
+    compute_dtype: str | None = None
+    """Of what was timed; None: dtype, which is that of the masters."""
     compile: bool = False
 
     def costs(self, model: ModelConfig, path: Path) -> ModelCosts:
@@ -113,7 +116,7 @@ def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profi
         used = torch.get_num_threads() if device.type == "cpu" else 0
     finally:
         torch.set_num_threads(threads)
-    itemsize = getattr(torch, config.train.dtype).itemsize
+    itemsize = Dtypes.of(config).compute.itemsize
     return Profile(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {used} threads",
         torch=torch.__version__,
@@ -125,14 +128,16 @@ def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profi
         message=config.train.microbatch_size * model.sequence_length * model.dim * itemsize,
         rows=tuple(rows),
         loss_chunk_tokens=config.train.loss_chunk_tokens,
+        compute_dtype=config.train.compute_dtype,
         compile=config.train.compile,
     )
 
 
 def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device) -> Row:
     layer, loss = _build(kind, config, model, device)
+    versions = _versions(layer, config)
     size, length = config.train.microbatch_size, model.sequence_length
-    dtype = getattr(torch, config.train.dtype)
+    dtype = Dtypes.of(config).compute
     ids = torch.randint(model.vocab_size, (size, length), device=device)
     inputs = ids if kind == "embedding" else torch.randn(size, length, model.dim, device=device, dtype=dtype)
 
@@ -162,7 +167,7 @@ def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device
         forward=seconds,
         backward_input=input_only,
         backward_weight=both - input_only,
-        update=_measure_update(layer, config, device),
+        update=_measure_update(versions, config, device),
         activations=passes.activations,
     )
 
@@ -179,16 +184,21 @@ def _build(
     return Compiled(OrderedDict(layer.named_children())) if config.train.compile else layer, loss
 
 
-def _measure_update(layer: nn.Sequential, config: Config, device: torch.device) -> float:
-    """As two_bw makes it, with masters of their own where error feedback wants them."""
+def _versions(layer: nn.Sequential, config: Config) -> WeightVersions:
+    """As two_bw keeps them, with masters of their own where precision or error feedback want them; the layer becomes a
+    working copy."""
     separate = config.optimizer.error_feedback != 0 or config.train.track_alignment
-    versions = WeightVersions(layer, 2, separate_masters=separate)
-    groups = parameter_groups(config)
+    dtypes = Dtypes.of(config)
+    return WeightVersions(layer, 2, separate_masters=separate, dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
+
+
+def _measure_update(versions: WeightVersions, config: Config, device: torch.device) -> float:
+    groups, dtype = parameter_groups(config), Dtypes.of(config).gradient
     updater = Updater(versions, groups, {}, lambda step: 1.0, config.train.track_alignment, device)
     step = 0
 
     def gradients() -> dict[str, Tensor]:
-        return {name: torch.full_like(master, 1e-3) for name, master in versions.masters.items()}
+        return {name: torch.full_like(master, 1e-3, dtype=dtype) for name, master in versions.masters.items()}
 
     def update(values: dict[str, Tensor]) -> None:
         nonlocal step

@@ -10,9 +10,7 @@ small is not in an estimate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from ..config import Config
 from ..model import ModelConfig
@@ -20,7 +18,7 @@ from ..pipeline import partition
 from ..schedule import SCHEDULES as RUNNABLE
 from .costs import ModelCosts
 from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
-from .predict import FLUSHING, SCHEDULES, Prediction, predict, why_not
+from .predict import FLUSHING, SCHEDULES, Prediction, StageCosts, predict, why_not
 
 ALIKE = 0.02
 """Options whose speeds differ by less than this share are taken to be equally fast."""
@@ -109,7 +107,7 @@ class Search:
     @property
     def num_parameters(self) -> int:
         (whole,) = self._stage_passes((self.model.num_layers + 2,))
-        return whole.parameters // self._itemsize
+        return whole.parameters
 
     def all(self) -> dict[str, Option | str]:
         return {schedule: self.best(schedule) for schedule in (DATA_PARALLEL, *SCHEDULES)}
@@ -204,7 +202,7 @@ class Search:
     def _guess(self, name: str, layers: tuple[int, ...], num_replicas: int, num_microbatches: int, size: int) -> Trial:
         """All microbatches through the slowest stage, and the share of filling and draining that is idle; exact only
         for stages that are alike."""
-        costs = self.costs.stages(layers, size, self._latency(size) if len(layers) > 1 else 0.0)
+        costs = self._stage_costs(layers, size, num_replicas)
         slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         steady = max(slots) + (2 * costs.latency if name not in ("gpipe", "pipedream", "two_bw_double") else 0.0)
         # With too few microbatches to fill it, every schedule that drains idles.
@@ -217,14 +215,13 @@ class Search:
 
     def _predict(self, schedule: str, trial: Trial) -> Option:
         name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
-        latency = self._latency(trial.microbatch_size) if len(trial.layers) > 1 else 0.0
-        costs = self.costs.stages(trial.layers, trial.microbatch_size, latency)
+        costs = self._stage_costs(trial.layers, trial.microbatch_size, trial.num_replicas)
         prediction = predict(name, costs, trial.num_microbatches)
         step_time = self._with_replicas(name, prediction.step_time, trial.layers, trial.num_replicas)
         sequences = trial.num_replicas * trial.num_microbatches * trial.microbatch_size
         memory = tuple(
             self.memory_model.stage_memory(stage, trial.microbatch_size)
-            for stage in _stages(name, trial.layers, prediction)
+            for stage in _stages(name, trial.layers, prediction, trial.num_replicas)
         )
         return Option(
             schedule=schedule,
@@ -240,22 +237,39 @@ class Search:
             fits=max(stage.most for stage in memory) <= self.cluster.memory,
         )
 
+    def _stage_costs(self, layers: tuple[int, ...], microbatch_size: int, num_replicas: int) -> StageCosts:
+        """Replicas that share an optimizer share its update: the one with most numbers to step has as much of the time,
+        roughly, for owners are chosen by what they cost."""
+        latency = self._latency(microbatch_size) if len(layers) > 1 else 0.0
+        costs = self.costs.stages(layers, microbatch_size, latency)
+        shares = (self.memory_model.owned_share(layers, i, num_replicas) for i in range(len(layers)))
+        update = tuple(share * seconds for share, seconds in zip(shares, costs.update, strict=True))
+        return replace(costs, update=update)
+
     def _latency(self, microbatch_size: int) -> float:
-        message = microbatch_size * self.model.sequence_length * self.model.dim * self._itemsize
+        bytes_each = self.memory_model.dtypes.compute.itemsize
+        message = microbatch_size * self.model.sequence_length * self.model.dim * bytes_each
         return self.cluster.latency + message / self.cluster.bandwidth
 
     def _with_replicas(self, name: str, step_time: float, layers: tuple[int, ...], num_replicas: int) -> float:
         """A ring sums the gradients of a stage over its replicas: every device sends them nearly twice. It ends before
-        a synchronous update can begin; two_bw has a whole step for it."""
+        a synchronous update can begin; two_bw has a whole step for it. Where replicas share the optimizer, gradients go
+        to their owners, and the second time it is the new working copies that are sent."""
         if num_replicas == 1:
             return step_time
         largest = max(passes.parameters for passes in self._stage_passes(layers))
-        ring = 2 * (num_replicas - 1) / num_replicas * largest / self.cluster.bandwidth
+        dtypes = self.memory_model.dtypes
+        bytes_each = 2 * dtypes.reduction.itemsize
+        if self.config.optimizer.sharded:
+            bytes_each = dtypes.reduction.itemsize + dtypes.compute.itemsize
+        ring = (num_replicas - 1) / num_replicas * largest * bytes_each / self.cluster.bandwidth
         return max(step_time, ring) if name.startswith("two_bw") else step_time + ring
 
     def _keeps(self, layers: tuple[int, ...]) -> float:
         """What the largest stage keeps whatever the schedule: its weights and their gradient."""
-        return 2 * max(passes.parameters for passes in self._stage_passes(layers))
+        dtypes = self.memory_model.dtypes
+        bytes_each = dtypes.compute.itemsize + dtypes.gradient.itemsize
+        return bytes_each * max(passes.parameters for passes in self._stage_passes(layers))
 
     def _stage_passes(self, layers: tuple[int, ...]) -> list[Passes]:
         last = len(layers) - 1
@@ -264,13 +278,8 @@ class Search:
             for i, size in enumerate(layers)
         ]
 
-    @property
-    def _itemsize(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.config.train.dtype)
-        return dtype.itemsize
 
-
-def _stages(name: str, layers: tuple[int, ...], prediction: Prediction) -> list[Stage]:
+def _stages(name: str, layers: tuple[int, ...], prediction: Prediction, num_replicas: int) -> list[Stage]:
     return [
         Stage(
             index=index,
@@ -283,6 +292,7 @@ def _stages(name: str, layers: tuple[int, ...], prediction: Prediction) -> list[
             max_in_flight=max(prediction.in_flight),
             background_update=name.startswith("two_bw"),
             flushes=name in FLUSHING,
+            num_replicas=num_replicas,
         )
         for index in range(len(layers))
     ]

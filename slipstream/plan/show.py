@@ -119,6 +119,8 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
         "memory_bytes": search.cluster.memory,
         "link": {"latency_seconds": search.cluster.latency, "bytes_per_second": search.cluster.bandwidth},
         "batch_sequences": search.batch_size,
+        "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in vars(search.memory_model.dtypes).items()},
+        "sharded": search.config.optimizer.sharded,
         "costs": {"source": search.costs.source, "layers": [asdict(layer) for layer in search.costs.layers]},
         "options": rows,
         "recommendation": list(advice.sentences),

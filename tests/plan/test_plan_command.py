@@ -113,6 +113,43 @@ def test_a_profile_is_measured_read_back_and_planned_with(capsys, tmp_path, monk
     assert "is of train.compile = false, not of true: run slipstream profile with these options" in said
 
 
+def test_what_fits_only_with_a_shared_optimizer_is_said_so(capsys, tmp_path):
+    words = ["--memory", "0.0079", "--devices", "4", "--batch-tokens", "64", "--train.compute-dtype", "bfloat16", *DEEP]
+    said = plan(capsys, *words)
+    assert (
+        "With --optimizer.sharded, where replicas share masters and optimizer state, data parallel would fit too"
+        in said
+    )
+    path = tmp_path / "plan.json"
+    said = plan(capsys, *words, "--optimizer.sharded", "--train.no-track-alignment", "--json", str(path))
+    tree = json.loads(path.read_text())
+    assert "With --optimizer.sharded" not in said
+    assert "bfloat16 with masters in float32" in said
+    assert tree["sharded"] and tree["dtypes"]["compute"] == "bfloat16"
+    whole = next(row for row in tree["options"] if row["schedule"] == "data parallel")
+    assert whole["fits"] and whole["replicas"] == 4
+    config = parse(Config, tree["command"].split()[2:], "slipstream train", "")
+    validate(config)
+    assert config.optimizer.sharded and not config.train.track_alignment
+    assert config.train.compute_dtype == "bfloat16"
+
+
+def test_a_profile_of_another_compute_dtype_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "REPEATS", 1)
+    path, fine = tmp_path / "profile.json", ["--train.dtype", "float64"]
+    mixed = [*fine, "--train.compute-dtype", "float32"]
+    assert run(["profile", "--output", str(path), *SMALL, *mixed]) == 0
+    assert "0.02 MiB a message" in capsys.readouterr().out  # 4 x 32 x 32 numbers of four bytes
+    tree = json.loads(path.read_text())
+    assert (tree["dtype"], tree["compute_dtype"]) == ("float64", "float32")
+    words = ["plan", "--devices", "2", "--profile", str(path), *SMALL]
+    assert "is of train.compute_dtype = 'float32', not of 'float64': run" in refusal(capsys, *words, *fine)
+    assert "costs measured" in plan(capsys, *words[1:], *mixed, "--batch-tokens", "64")
+    del tree["compute_dtype"]  # as profiles were before there was a choice
+    path.write_text(json.dumps(tree))
+    assert "is of train.compute_dtype = 'float64', not of 'float32': run" in refusal(capsys, *words, *mixed)
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

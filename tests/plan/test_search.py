@@ -99,6 +99,59 @@ def test_paci_is_not_planned_with_recomputed_blocks():
     assert "recomputed" in str(again.best("paci"))
 
 
+def searched(fields: dict, num_devices: int = 4, bandwidth: float = 1e15) -> Search:
+    config = changed(CONFIG, **fields)
+    costs = estimate(config, MODEL, DEVICE, efficiency=0.5)
+    cluster = Cluster(num_devices, 1e9, 0.0, bandwidth)
+    return Search(config, MODEL, costs, cluster, 32, MemoryModel(config, MODEL, "cuda"))
+
+
+def test_messages_and_sums_over_replicas_travel_in_their_dtypes():
+    plain, mixed, shared = (
+        searched(fields, bandwidth=1e6)
+        for fields in (
+            {},
+            {"train__compute_dtype": "bfloat16", "train__reduction_dtype": "bfloat16"},
+            {"train__compute_dtype": "bfloat16", "optimizer__sharded": True},
+        )
+    )
+    assert mixed._latency(2) == plain._latency(2) / 2
+    layers = (6, 6)
+    ring, half, both = (one._with_replicas("one_f_one_b", 0.0, layers, 2) for one in (plain, mixed, shared))
+    assert half == pytest.approx(ring / 2)
+    assert both == pytest.approx(ring * 6 / 8)  # gradients of four bytes there, working copies of two back
+
+
+def test_replicas_that_share_the_optimizer_share_the_update():
+    whole, shared = searched({}), searched({"optimizer__sharded": True})
+    layers = (6, 6)
+    for before, after in zip(
+        whole._stage_costs(layers, 1, 4).update, shared._stage_costs(layers, 1, 4).update, strict=True
+    ):
+        assert before / 4 <= after < before / 3
+    assert shared._stage_costs(layers, 1, 1) == whole._stage_costs(layers, 1, 1)
+    (alone,) = {shared.memory_model.owned_share((1,) * 12, 0, 4)}
+    assert alone == 1.0  # one embedding has one owner
+
+
+def test_an_estimate_takes_the_peak_of_the_dtype_that_is_computed_in():
+    device = replace(DEVICE, bf16_flops=8e12)
+    mixed = changed(CONFIG, train__compute_dtype="bfloat16")
+    plain, coarse = (estimate(config, MODEL, device, 0.5) for config in (CONFIG, mixed))
+    assert coarse.layers[1].forward == pytest.approx(plain.layers[1].forward / 8)
+    assert coarse.layers[0].forward == pytest.approx(plain.layers[0].forward / 2)
+    # Of 12 numbers an element, the one of the working copy is half as wide.
+    assert coarse.layers[1].update == pytest.approx(plain.layers[1].update * 46 / 48)
+    assert "8 TFLOP/s in bf16 on tensor cores" in coarse.source and "1 TFLOP/s in fp32" in plain.source
+    muon = changed(CONFIG, optimizer__name="muon")
+    fine, fast = (
+        estimate(changed(muon, optimizer__newton_schulz_dtype=dtype), MODEL, device, 0.5).layers[1].update
+        for dtype in ("float32", "bfloat16")
+    )
+    products = fine - plain.layers[1].update
+    assert fast == pytest.approx(plain.layers[1].update + products / 8)
+
+
 def test_an_estimate_halves_when_the_device_is_twice_as_efficient():
     slow, fast = (estimate(CONFIG, MODEL, DEVICE, efficiency) for efficiency in (0.25, 0.5))
     assert slow.layers[1].forward == pytest.approx(2 * fast.layers[1].forward)
