@@ -24,8 +24,9 @@ from .optim.learning_rate import SCHEDULES as LEARNING_RATES
 from .optim.recipes import RECIPES
 from .schedule import DEPTHS, SCHEDULES, Schedule, ScheduleError
 
-MAX_TIMEOUT_SECONDS = 1e6
-"""Some eleven days: longer than anyone waits, and short enough for every clock it is handed to."""
+MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.01, 1e6
+"""No stage is always faster than the one; the other is some eleven days: longer than anyone waits, and short enough for
+every clock it is handed to."""
 
 
 class ConfigError(ValueError):
@@ -375,10 +376,10 @@ def _validate_pipeline(config: Config) -> None:
         raise ConfigError(
             f"pipeline.depth = 'double' is made for two_bw, not for {section.schedule}: set pipeline.depth = 'minimum'"
         )
-    if not 0 < section.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+    if not MIN_TIMEOUT_SECONDS <= section.timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
-            f"pipeline.timeout_seconds = {section.timeout_seconds:g} cannot be: use more than 0, and at most "
-            f"{MAX_TIMEOUT_SECONDS:,.0f}"
+            f"pipeline.timeout_seconds = {section.timeout_seconds:g} cannot be: use at least {MIN_TIMEOUT_SECONDS:g}, "
+            f"and at most {MAX_TIMEOUT_SECONDS:,.0f}"
         )
     if section.schedule == "paci" and config.optimizer.error_feedback != 0:
         raise ConfigError(

@@ -184,10 +184,10 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ),
         ({"train__loss_chunk_tokens": -1}, "train.loss_chunk_tokens = -1 is too small: use 0 or more"),
         ({"train__recompute_every": -1}, "train.recompute_every = -1 is too small: use 0 or more"),
-        ({"pipeline__timeout_seconds": 0.0}, "pipeline.timeout_seconds = 0 cannot be: use more than 0"),
+        ({"pipeline__timeout_seconds": 0.0}, "pipeline.timeout_seconds = 0 cannot be: use at least 0.01"),
         (
             {"pipeline__timeout_seconds": 1e9},
-            "pipeline.timeout_seconds = 1e+09 cannot be: use more than 0, and at most",
+            "pipeline.timeout_seconds = 1e+09 cannot be: use at least 0.01, and at most",
         ),
         ({"run__name": ""}, "run.name = '' is not the name of a folder"),
         ({"run__name": ".."}, "run.name = '..' is not the name of a folder"),

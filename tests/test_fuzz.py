@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for left-over processes in /proc")
 def test_generated_configurations_and_spoilt_files_run_or_are_refused_in_one_sentence():
-    command = [sys.executable, "-m", "faults.fuzz", "--configs", "30", "--files", "15", "--seed", "2"]
+    command = [sys.executable, "-m", "faults.fuzz", "--configs", "24", "--files", "12", "--seed", "2"]
     root = Path(__file__).parents[1]
     played = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=root)
     assert played.returncode == 0, played.stdout + played.stderr
