@@ -45,15 +45,15 @@ def coarse(task: Task, dtype: torch.dtype) -> Task:
     return Task(task.model, data, lambda outputs, targets: task.loss(outputs.float(), targets))
 
 
-@pytest.mark.parametrize("gradient_dtype", [torch.float64, None])
-@pytest.mark.parametrize(("stages", "schedule", "lam"), [
-    (1, "two_bw", 1.0),
-    (2, "two_bw", 0.0),
-    (3, "two_bw", 0.5),
-    (2, "one_f_one_b", 1.0),
-    (3, "pipedream", 1.0),
+@pytest.mark.parametrize(("stages", "schedule", "lam", "dtype", "gradient_dtype"), [
+    (1, "two_bw", 1.0, torch.float32, torch.float64),
+    (2, "two_bw", 0.0, torch.float32, None),
+    (3, "two_bw", 0.5, torch.float32, torch.float64),
+    (2, "one_f_one_b", 1.0, torch.float32, torch.float64),
+    (3, "pipedream", 1.0, torch.float32, None),
+    (3, "two_bw", 1.0, torch.bfloat16, torch.float64),
+    (2, "two_bw", 0.5, torch.bfloat16, None),
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_coarse_working_copies_follow_the_oracle(dtype, stages, schedule, lam, gradient_dtype):
     """float64 masters, so that what is left is the order of sums. Rounding is a step: a last digit that differs in a
     master can move a working copy by a whole one of its own, but does so rarely."""

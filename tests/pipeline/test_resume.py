@@ -90,7 +90,7 @@ def losses_after(ranks: list[Run], step: int) -> list[tuple[int, float | None, b
     ]
 
 
-@pytest.mark.parametrize("step", [1, 2, 4, 10, NUM_STEPS])
+@pytest.mark.parametrize("step", [1, 4, NUM_STEPS - 1])
 @pytest.mark.parametrize("options", [
     {"schedule": "two_bw", "num_microbatches": 3},
     {"schedule": "two_bw", "num_microbatches": 5, "depth": "double"},
