@@ -6,6 +6,7 @@ stage that fails or dies ends all of them, with one message.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -252,6 +253,7 @@ def _can_pickle(worker: Worker[Any]) -> bool:
 
 
 def _process_main(worker: Worker[Any], rank: int, terms: Terms, pipe: Connection) -> None:
+    gc.freeze()  # what came with a fork is the parent's: its threads are not here, and to collect them could abort
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:

@@ -62,7 +62,7 @@ def _use_one_stage(search: Search, whole: Option, best: Option | None, given: Gi
         sentences = [
             f"Pipeline parallelism is the wrong tool here: the model fits on one device ({size}). Use data parallelism "
             "or FSDP on all of them: no bubble, no delay, no cut to balance.",
-            "The trainer has no data parallelism yet: it trains this model on one device, with one stage.",
+            "With pipeline.stages = 1 the trainer does the former, a replica on every device (pipeline.replicas).",
         ]
     if best is not None and best.tokens_per_second > (1 + MUCH) * whole.tokens_per_second:
         gain = best.tokens_per_second / whole.tokens_per_second - 1

@@ -37,7 +37,7 @@ def refusal(capsys, *words: str) -> str:
 def test_a_model_that_fits_on_one_device_is_sent_to_data_parallelism(capsys):
     said = plan(capsys, "--devices", "2", "--batch-tokens", "128", *SMALL)
     assert "Pipeline parallelism is the wrong tool here" in said
-    assert "no data parallelism yet" in said
+    assert "a replica on every device (pipeline.replicas)" in said
     assert "estimated" in said
 
 
