@@ -140,8 +140,15 @@ def test_replicas_in_processes_follow_the_oracle(placement, shared_memory, shard
 # ---- replicas that share the optimizer
 
 
-@pytest.mark.parametrize("schedule", ["two_bw", "one_f_one_b", "gpipe", "pipedream", "paci"])
-@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 2), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("schedule", "num_stages", "num_replicas"), [
+    ("two_bw", 1, 2),
+    ("two_bw", 2, 2),
+    ("two_bw", 2, 3),
+    ("one_f_one_b", 2, 2),
+    ("gpipe", 2, 2),
+    ("pipedream", 2, 3),
+    ("paci", 2, 2),
+])  # fmt: skip
 def test_replicas_that_share_the_optimizer_follow_the_oracle(schedule, num_stages, num_replicas):
     follow_the_oracle(network(), num_stages, num_replicas, 3, {}, schedule=schedule, shard_optimizer=True)
 

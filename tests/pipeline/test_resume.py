@@ -90,7 +90,7 @@ def losses_after(ranks: list[Run], step: int) -> list[tuple[int, float | None, b
     ]
 
 
-@pytest.mark.parametrize("step", [1, 4, NUM_STEPS - 1])
+@pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("options", [
     {"schedule": "two_bw", "num_microbatches": 3},
     {"schedule": "two_bw", "num_microbatches": 5, "depth": "double"},
@@ -200,7 +200,7 @@ def test_names_that_do_not_fit_are_listed():
     (2, 2, {"num_microbatches": 2}),
     (2, 2, {"num_microbatches": 2, "shard_optimizer": True}),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("asked_by", [0, -1])
+@pytest.mark.parametrize("asked_by", [-1])
 def test_a_stop_that_one_process_asks_for_ends_all_after_the_same_update(stages, replicas, options, asked_by):
     """And the run that goes on from there ends where it would have."""
     task = language_model(tied=False)
