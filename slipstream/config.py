@@ -511,6 +511,8 @@ def _suggest(name: str, hints: dict[str, Any]) -> str:
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
+        if value is None:  # which JSON has, and TOML has not
+            return None
         return _convert(next(a for a in arguments if a is not types.NoneType), value, where)
     if origin is Literal and isinstance(value, str):
         _choose(where, value, arguments)

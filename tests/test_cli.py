@@ -113,6 +113,7 @@ def test_a_mistake_is_one_sentence_before_anything_happens(mistake, sentence, ti
     (here / "empty.txt").touch()
     (here / "short.txt").write_text("abc")
     (here / "used").mkdir()
+    (here / "used" / "something").touch()
     before = sorted(here.parent.rglob("*"))
     assert sentence in refusal(["train", *as_arguments(tiny), *mistake.split()], capsys)
     assert sorted(here.parent.rglob("*")) == before
