@@ -556,7 +556,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 15) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 45) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
