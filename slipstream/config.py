@@ -85,6 +85,12 @@ class PipelineSection:
     """Layers of every stage, embedding and head counted as one each; empty: balanced by their cost."""
     profile: str = ""
     """What slipstream profile wrote: the layers' measured costs, to balance the stages by; empty: by their FLOPs."""
+    reshape: tuple[str, ...] = ()
+    """Change the number of stages on the way: "100=4" makes four of them after 100 steps, "100=2x2" two in each of two
+    replicas, "100=2/5,5" two of five layers. Weights and optimizer move from memory to memory."""
+    processes: int | None = None
+    """Processes at hand, for slipstream reshape: those that have no stage stand by. None: as many as pipeline.stages x
+    pipeline.replicas or pipeline.reshape come to."""
     transport: Literal["process", "thread"] = "process"
     """Stages as processes, or as threads of one process (several stages on one GPU)."""
     backend: Literal["auto", "gloo"] = "auto"
@@ -279,6 +285,7 @@ AT_LEAST = {
     "train.recompute_every": 0,
     "pipeline.stages": 1,
     "pipeline.replicas": 1,
+    "pipeline.processes": 1,
     "pipeline.microbatches": 1,
     "pipeline.sync_start_steps": 0,
     "optimizer.error_feedback": 0,
@@ -318,7 +325,7 @@ def validate(config: Config) -> None:
         if isinstance(value, str) and not _is_unicode(value):
             raise ConfigError(f"{path} = {value!r} is not Unicode: write it in UTF-8")
     for path, least in AT_LEAST.items():
-        if values[path] < least:
+        if values[path] is not None and values[path] < least:
             raise ConfigError(f"{path} = {values[path]} is too small: use {least} or more")
     for path, most in AT_MOST.items():
         if values[path] is not None and values[path] > most:

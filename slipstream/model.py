@@ -429,8 +429,9 @@ def tie(model: nn.Module, config: ModelConfig) -> None:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set every parameter and buffer of `decoder(config)`, or of any slice of it, by name.
+def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
+    """Set every parameter and buffer of `decoder(config)`, or of any slice of it, by name. seed: None leaves the
+    parameters to somebody else.
 
     A parameter's values depend on the seed and its full name alone, so every cut of the model starts from the
     same weights. A tied head goes by the embedding's name, also where it stands alone. Weights are drawn from
@@ -445,6 +446,8 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
                 f"Parameter {name!r} belongs to no layer of this model: "
                 "cut it as decoder(config)[first:last], which keeps the names."
             )
+        if seed is None:
+            continue
         if name == "head.output.weight" and config.tied_embeddings:
             name = "embedding.weight"
         if name.endswith("norm.weight"):

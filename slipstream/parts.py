@@ -26,6 +26,7 @@ from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
 from .pipeline.partition import check_sizes
 from .pipeline.pipeline import plan_schedule
+from .shape import num_processes, validate_shapes
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def _corpus(config: DataConfig) -> Corpus:
 def check(config: Config) -> Parts:
     """Builds everything but weights and processes, or says in one sentence why it cannot be done."""
     validate(config)
+    validate_shapes(config)
     if under_torchrun():
         _check_torchrun(config)
     if config.train.device == "cuda":
@@ -89,25 +91,31 @@ def _check_torchrun(config: Config) -> None:
             f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {world_size}: "
             "set pipeline.transport = 'process', or leave torchrun out"
         )
-    if config.pipeline.transport == "process" and replicas > 1 and stages * replicas != world_size:
+    if config.pipeline.transport == "thread" or (needed := num_processes(config)) == world_size:
+        return
+    if needed != stages * replicas:
+        raise ConfigError(
+            f"pipeline.processes or pipeline.reshape come to {needed} processes, and torchrun started {world_size}: "
+            f"start {needed}, or set pipeline.processes = {world_size}"
+        )
+    if replicas > 1:
         raise ConfigError(
             f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not the {world_size} processes that "
-            f"torchrun started: start {stages * replicas}, or change one of them"
+            f"torchrun started: start {needed}, or change one of them"
         )
-    if config.pipeline.transport == "process" and replicas == 1 and stages != world_size:
-        raise ConfigError(
-            f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
-            f"set pipeline.stages = {world_size}, or start {stages}"
-        )
+    raise ConfigError(
+        f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
+        f"set pipeline.stages = {world_size}, or start {stages}"
+    )
 
 
 def _check_cuda(config: Config) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
-    num_devices, stages = torch.cuda.device_count(), config.pipeline.stages * config.pipeline.replicas
+    num_devices, stages = torch.cuda.device_count(), num_processes(config)
     if config.pipeline.transport == "process" and not under_torchrun() and num_devices < stages:
         raise ConfigError(
-            f"pipeline.stages x pipeline.replicas = {stages} processes need a GPU each and there are {num_devices}: "
+            f"{stages} processes (pipeline.stages x pipeline.replicas) need a GPU each and there are {num_devices}: "
             "use pipeline.transport = 'thread' for several stages on one GPU, or fewer stages"
         )
 

@@ -31,14 +31,12 @@ from .optim import RECIPES
 from .optim.groups import assign
 from .parts import parameter_groups
 from .pipeline import Pipeline, Requests, StageState, StateError, StepReport, Transport
-from .pipeline.state import TENSOR, check_names, is_tensor, tensor_names
+from .pipeline.state import FACTS, TENSOR, check_names, is_tensor, merge_facts, tensor_names
 from .pipeline.update import sample
 from .schedule import Schedule
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """To save and leave with success; to save and go on."""
-STATE_FACTS = ("optimizer", "groups", "coefficients")
-"""What a part says of its state beside the tensors; see slipstream/pipeline/state.py."""
 WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 TOY_SHAPE = (3, 5, 7, 11)
 """No dimension twice: a state of the same shape is one number for every number of the parameter."""
@@ -130,6 +128,10 @@ class Saver:
         self._writer.wait()
         if (self._at_end or was_stopped) and self._latest != done:
             self._save(done)
+        self.close()
+
+    def close(self) -> None:
+        """Waits for what is being written."""
         self._writer.close()
 
     def _save(self, step: int) -> None:
@@ -205,7 +207,7 @@ def check_fits(found: Checkpoint, config: Config, model: ModelConfig) -> None:
 
 def _has_state(part: Mapping[str, Any]) -> bool:
     state = part.get("state")
-    return isinstance(state, dict) and all(isinstance(state.get(kind), dict) for kind in STATE_FACTS)
+    return isinstance(state, dict) and all(isinstance(state.get(kind), dict) for kind in FACTS)
 
 
 def _check_weights(found: Checkpoint, expected: Mapping[str, torch.Size]) -> None:
@@ -322,11 +324,7 @@ def _check_group(kept: Any, optimizer: torch.optim.Optimizer, name: str) -> None
 
 
 def _state_facts(found: Checkpoint) -> dict[str, Any]:
-    merged: dict[str, Any] = {kind: {} for kind in STATE_FACTS}
-    for part in found.facts.values():
-        for kind, values in merged.items():
-            values |= part["state"][kind]
-    return merged
+    return merge_facts(part["state"] for part in found.facts.values())
 
 
 def state_of(found: Checkpoint) -> StageState:

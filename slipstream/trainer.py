@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint import Checkpoint, Store
+from .checkpoint import Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
 from .expectation import Expectation
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen, draw_losses, finite
 from .model import initialise, num_parameters
 from .parts import Parts, check, recomputed_layers
-from .pipeline import Pipeline, PipelineError, Requests, StepReport, Transport, launch, under_torchrun
+from .pipeline import (
+    Crew,
+    Pipeline,
+    PipelineError,
+    Requests,
+    StageState,
+    StepReport,
+    Transport,
+    launch_crew,
+    under_torchrun,
+)
 from .pipeline.clock import Activity, Span
 from .pipeline.comm import gather_objects
+from .reshaping import Commands, Reshaping, check_moments
 from .saving import SIGNALS, Saver, Wishes, checkpoint_store, newest, state_of, sync_start_steps
 from .schedule import Action, Schedule
 from .schedule.render import svg
+from .shape import COMMAND_NAME, Shape, moments, next_moment, num_processes, shape_at
 from .status import status_file
 from .trace import TraceError, chrome_trace, measured_timeline, steady_window
 
@@ -57,6 +69,7 @@ def train(config: Config) -> None:
     if is_first:
         _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
     parts = check(config)
+    check_moments(config)
     store = checkpoint_store(config, folder)
     # One process decides: others might look while this one puts away what a crash has left, and see something else.
     found = newest(store, config, parts.model, Screen().print) if config.checkpoint.resume and is_first else None
@@ -77,17 +90,18 @@ def train(config: Config) -> None:
             f"writing {folder}"
         )
     is_threaded = config.pipeline.transport == "thread"
-    launch(
+    shape = Shape.of(config)
+    is_fixed = num_processes(config) == shape.size and not moments(config)
+    launch_crew(
         partial(
-            train_stage,
+            train_process,
             config=config,
             beginning=Beginning(secrets.token_hex(8), None if found is None else found.step, is_over),
             # Only a main thread is told of signals.
             wishes=Wishes(config.checkpoint.every_minutes) if is_threaded else None,
         ),
-        config.pipeline.stages,
-        num_replicas=config.pipeline.replicas,
-        placement=config.pipeline.placement,
+        num_processes(config),
+        mesh=shape.mesh(config) if is_fixed else None,
         threads=is_threaded,
         device=config.train.device,
         timeout_seconds=config.pipeline.timeout_seconds,
@@ -109,9 +123,9 @@ class Beginning:
     is_over: bool = False
     """There is nothing left to do."""
 
-    def as_first(self, transport: Transport) -> Beginning:
+    def as_first(self, crew: Crew) -> Beginning:
         """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
-        return Beginning(**json.loads(transport.as_first("beginning", json.dumps(asdict(self)))))
+        return Beginning(**json.loads(crew.as_first("beginning", json.dumps(asdict(self)))))
 
 
 def _has_summary(folder: Path, step: int) -> bool:
@@ -150,6 +164,7 @@ def _make_folder(folder: Path, config: Config, keep: bool) -> None:
         if folder.exists() and not keep:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / COMMAND_NAME).unlink(missing_ok=True)  # to an earlier part of the run
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -161,25 +176,77 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def train_stage(
-    transport: Transport,
-    config: Config,
-    beginning: Beginning,
-    wishes: Wishes | None = None,
-) -> None:
-    """One stage of a run, in whatever process or thread it was put."""
-    beginning = beginning.as_first(transport)
+def train_process(crew: Crew, config: Config, beginning: Beginning, wishes: Wishes | None = None) -> None:
+    """A run in whatever shapes it takes on, as one of its processes or threads sees it."""
+    beginning = beginning.as_first(crew)
     if beginning.is_over:
         return
-    parts = check(config)
-    device = torch.device(config.train.device)
-    if device.type == "cpu" and config.pipeline.transport == "process":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (transport.num_stages * transport.num_replicas)))
-    speaks = transport.stage == 0 and transport.replica == 0
     store = checkpoint_store(config, run_folder(config), beginning.attempt)
     found = None if beginning.resumed_at is None else store.open(beginning.resumed_at, verify=False)
-    asked = wishes or Wishes(config.checkpoint.every_minutes if speaks else 0.0)
-    pipeline = make_pipeline(transport, config, parts, lambda: asked()._replace(busy=saver.is_busy), found)
+    run = Run(
+        config,
+        store,
+        wishes or Wishes(config.checkpoint.every_minutes if crew.rank == 0 else 0.0),
+        Commands(config, run_folder(config), Screen().print) if crew.rank == 0 else None,
+        config.pipeline.sync_start_steps if found is None else sync_start_steps(found, schedule_of(config)),
+    )
+    reshaping = Reshaping(crew, config, run.commands)
+    shape = shape_at(config, beginning.resumed_at or 0)
+    start = None if found is None else state_of(found)
+    parts = check(shape.applied(config))
+    transport = crew.take_places(shape.mesh(config))
+    pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, start)
+    while True:
+        state = None if pipeline is None else train_stage(run, shape, parts, pipeline)
+        turn = reshaping.next_turn(shape, state, is_member=pipeline is not None)
+        if turn is None:
+            break
+        del pipeline  # its memory goes with its state, once that has moved on
+        shape, parts, start = turn.shape, turn.parts, reshaping.move(turn, state)
+        transport = crew.take_places(shape.mesh(config))
+        pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, start)
+        del start, state
+        run.reshapes.append(reshaping.settle(turn))
+    run.finish_writing()
+
+
+@dataclass
+class Run:
+    """What stays of a run, in one of its processes, when its shape changes."""
+
+    config: Config
+    store: Store
+    wishes: Wishes
+    commands: Commands | None
+    """Of the first process."""
+    sync_start_steps: int
+    reshapes: list[dict[str, Any]] = field(default_factory=list)
+    savers: list[Saver] = field(default_factory=list)
+    """Of all shapes: one may still be writing when the next is taken on."""
+
+    def requests(self) -> Requests:
+        return self.wishes()._replace(
+            busy=any(saver.is_busy for saver in self.savers),
+            pause=self.commands is not None and self.commands.look(),
+        )
+
+    def make_pipeline(self, transport: Transport, shape: Shape, parts: Parts, start: StageState | None) -> Pipeline:
+        config = shape.applied(self.config)
+        if config.train.device == "cpu" and config.pipeline.transport == "process":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // shape.size))
+        following = next_moment(self.config, 0 if start is None else start.step)
+        until = None if following is None else following.step
+        return make_pipeline(transport, config, parts, self.requests, start, self.sync_start_steps, until)
+
+    def finish_writing(self) -> None:
+        for saver in self.savers:
+            saver.close()
+
+
+def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> StageState | None:
+    """One stage, for as long as the run has this shape. Returns the state to go on from, or None when it is over."""
+    transport, config = pipeline.transport, shape.applied(run.config)
+    device = torch.device(config.train.device)
     pipeline.executor.clock.watcher = status_file(transport.stage, transport.replica)
     is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
     tokens_per_step = parts.batches.num_tokens(0)
@@ -187,7 +254,8 @@ def train_stage(
     metrics = (
         Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
     )
-    saver = Saver(config, parts.model, transport, pipeline, store, screen.print)
+    saver = Saver(config, parts.model, transport, pipeline, run.store, screen.print)
+    run.savers.append(saver)
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
     val_loss: float | None = None
@@ -209,14 +277,17 @@ def train_stage(
         raise
     finally:
         seconds = metrics.close() if metrics else 0.0
-    was_stopped = pipeline.executor.end != config.train.steps
+    was_stopped = pipeline.executor.end != config.train.steps and pipeline.executor.stop_was_asked
+    if pipeline.executor.end != config.train.steps and not was_stopped:
+        return pipeline.state()
     saver.finish(was_stopped)
     stages = _gather_stages(transport, pipeline, delays, config)
     if metrics:
-        summary = _summary(config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
+        summary = _summary(run, config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
         _leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
     if was_stopped:
-        _say_where_it_stopped(transport, store, pipeline.versions.newest, device, screen.print if metrics else None)
+        _say_where_it_stopped(transport, run.store, pipeline.versions.newest, device, screen.print if metrics else None)
+    return None
 
 
 def _say_where_it_stopped(
@@ -257,10 +328,12 @@ def make_pipeline(
     config: Config,
     parts: Parts,
     requests: Callable[[], Requests] | None = None,
-    found: Checkpoint | None = None,
+    start: StageState | None = None,
+    sync_start_steps: int | None = None,
+    until: int | None = None,
 ) -> Pipeline:
-    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any. found: a
-    checkpoint to go on from."""
+    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any. start: a
+    state to go on from. sync_start_steps: None, as configured. until: steps after which to leave off."""
     device = torch.device(config.train.device)
     with torch.device("meta"):
         model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
@@ -268,9 +341,8 @@ def make_pipeline(
     def materialise(layers: nn.Sequential) -> None:
         layers.to(getattr(torch, config.train.dtype))
         layers.to_empty(device=device)
-        initialise(layers, parts.model, config.train.seed)
+        initialise(layers, parts.model, config.train.seed if start is None else None)
 
-    sync_start = config.pipeline.sync_start_steps if found is None else sync_start_steps(found, schedule_of(config))
     validation = parts.validation
     num_validation_tokens = sum(map(validation.num_tokens, range(len(validation)))) if validation else 1
     return Pipeline(
@@ -283,7 +355,7 @@ def make_pipeline(
         num_steps=config.train.steps,
         schedule=config.pipeline.schedule,
         depth=config.pipeline.depth,
-        sync_start_steps=sync_start,
+        sync_start_steps=config.pipeline.sync_start_steps if sync_start_steps is None else sync_start_steps,
         learning_rate=parts.learning_rate,
         loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
         evaluation=validation,
@@ -301,7 +373,8 @@ def make_pipeline(
         compile=config.train.compile,
         prepare=materialise,
         requests=requests,
-        start=None if found is None else state_of(found),
+        start=start,
+        until=until,
         device=device,
     )
 
@@ -356,6 +429,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def _summary(
+    run: Run,
     config: Config,
     parts: Parts,
     stages: list[dict[str, Any]],
@@ -381,6 +455,7 @@ def _summary(
         "microbatches": config.pipeline.microbatches,
         "steps": end,
         "resumed_at": first_step or None,
+        "reshapes": run.reshapes,
         "parameters": num_parameters(parts.model),
         "tokens": tokens,
         "first_loss": losses[0],
@@ -400,7 +475,7 @@ def _summary(
         "peak_memory_bytes": [stage["memory"] for stage in stages],
         "parameter_checksum": checksum,
         "torch": torch.__version__,
-        "config": asdict(config),
+        "config": asdict(run.config),
     }
 
 

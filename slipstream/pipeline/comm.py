@@ -28,6 +28,8 @@ from .link import Link, Message, Spec, Waiting, peer_lost
 from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
 from .staging import StagedLink, to_host
 
+FAILURE = "failure"
+"""The key of the first word of one, in the store."""
 _HEADER_LENGTH = 256
 _BUCKET_BYTES = 2**20
 
@@ -85,11 +87,6 @@ class Transport(ABC):
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
         """Starts to overwrite every tensor with what its owner among the replicas of this stage has. All of them call
         it, in the same order. aside: in an order of its own, whatever sums are under way."""
-
-    def as_first(self, key: str, value: str) -> str:
-        """What the first process of all says to this key; the others' own values count for nothing. Stages that are
-        threads were told the same to begin with."""
-        return value
 
     @abstractmethod
     def fail(self, message: str) -> str:
@@ -329,12 +326,13 @@ class ProcessTransport(Transport):
         shared_memory: bool = True,
         backend: str = "auto",
         is_staged: bool | None = None,
+        failures: dist.Store | None = None,
     ) -> None:
         """backend: auto is NCCL between GPUs and gloo between CPUs. is_staged: messages go through the hosts' memory;
-        None: if the backend cannot reach a GPU's."""
+        None: if the backend cannot reach a GPU's. failures: where to leave word of one; None: in the store."""
         self._backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
         self._is_staged = (device.type == "cuda" and self._backend == "gloo") if is_staged is None else is_staged
-        self.store, self._rank, self._mesh = store, rank, mesh
+        self.store, self._failures, self._rank, self._mesh = store, failures or store, rank, mesh
         self.replica, self.stage = mesh.place(rank)
         self.num_replicas, self.num_stages = mesh.num_replicas, mesh.num_stages
         self.device, self.timeout_seconds = device, timeout_seconds
@@ -494,18 +492,10 @@ class ProcessTransport(Transport):
 
         return ReplicaExchange(self, _buckets(tensors, owners, self._is_staged), start, receives=True)
 
-    def as_first(self, key: str, value: str) -> str:
-        if self._rank == 0:
-            self.store.set(f"said/{key}", value)
-        return self.store.get(f"said/{key}").decode()
-
     def fail(self, message: str) -> str:
         if self.num_replicas > 1:
             message = f"replica {self.replica}: {message}"
-        try:
-            return self.store.compare_set("slipstream/failure", "", message).decode()
-        except (RuntimeError, ValueError):  # the store went down with its host
-            return message
+        return leave_failure(self._failures, message)
 
     def flush(self) -> None:
         for link in self._links:
@@ -518,6 +508,21 @@ class ProcessTransport(Transport):
             self._assembly.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def leave_failure(store: dist.Store, message: str) -> str:
+    """The first word stands: it is returned."""
+    try:
+        return store.compare_set(FAILURE, "", message).decode()
+    except (RuntimeError, ValueError):  # the store went down with its host
+        return message
+
+
+def read_failure(store: dist.Store) -> str | None:
+    try:
+        return store.get(FAILURE).decode() if store.check([FAILURE]) else None
+    except (RuntimeError, ValueError):
+        return "the process that keeps the store is gone"
 
 
 def _present(value: Any) -> Any:

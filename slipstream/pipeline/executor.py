@@ -128,8 +128,10 @@ class Executor:
         owners: Mapping[str, int] | None = None,
         reduction_dtype: torch.dtype | None = None,
         backward_lock: AbstractContextManager[Any] | None = None,
+        until: int | None = None,
     ) -> None:
-        """owners: of every parameter, the replica that steps it; None: all do. reduction_dtype: see Reducer."""
+        """owners: of every parameter, the replica that steps it; None: all do. reduction_dtype: see Reducer. until:
+        see Pipeline."""
         self._backward_lock = backward_lock or nullcontext()
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
@@ -166,8 +168,9 @@ class Executor:
         self._pending: Pending | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
         self._copied: Event = None
-        self.end: int | None = schedule.num_steps
-        """Steps after which the run is over; less than planned, once a stop has been asked for."""
+        self.end: int | None = schedule.num_steps if until is None else until
+        """Steps after which the run is over, or leaves off; less than planned, once that has been asked for."""
+        self.stop_was_asked = self._pause_was_asked = False
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
@@ -221,9 +224,14 @@ class Executor:
 
     # ---- the end, when it comes before its time
 
-    def _shorten(self, step: int) -> None:
-        """A stop was asked for, and every stage learns it with the sums of `step`. By then none of them has begun, or
-        announced to its neighbours, a batch beyond the last that is still to be finished."""
+    def _heed(self, step: int, requests: Requests) -> None:
+        """Every stage learns with the sums of `step` what is asked for. By then none of them has begun, or announced to
+        its neighbours, a batch beyond the last that is still to be finished."""
+        is_new = not (self.stop_was_asked or self._pause_was_asked)
+        self.stop_was_asked = self.stop_was_asked or requests.stop
+        self._pause_was_asked = self._pause_was_asked or requests.pause
+        if not is_new or not (requests.stop or requests.pause):
+            return
         announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
         end = step + 1 + max(map(self._schedule.delay, range(self._schedule.num_stages))) + announced
         self.end = end if self.end is None else min(end, self.end)
@@ -393,8 +401,7 @@ class Executor:
             self._updater.skip()
         else:
             raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
-        if sums.requests.stop and self.end == self._schedule.num_steps:
-            self._shorten(step)
+        self._heed(step, sums.requests)
         if self._owners is not None:
             waiting = lambda: f"the other replicas' part of the update of step {step}"  # noqa: E731
             share(self._transport, self._owners, self._versions.next_weights(), waiting)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -28,12 +29,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .comm import Mesh, ProcessTransport, Transport
+from .comm import Mesh, Transport, read_failure
+from .crew import Crew, ProcessCrew, ThreadCrew, ThreadShapes
 from .executor import NonFiniteError, PipelineError
-from .threads import ThreadWorld
+from .link import PeerLost
 
 Result = TypeVar("Result")
 Worker = Callable[[Transport], Result]
+Member = Callable[[Crew], Result]
 
 GRACE_SECONDS = 5.0
 """How long the other stages get to notice a failure and say what they waited for."""
@@ -67,34 +70,74 @@ def launch(
     shared_memory: bool = True,
     backend: str = "auto",
     start_method: str | None = None,
-    forwarded: Sequence[signal.Signals] = (),
 ) -> list[Result]:
     """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
-    `Mesh`. threads: stages as threads of this process. shared_memory: between processes of one machine, on CPUs;
-    without it gloo, as between machines. backend: of torch.distributed; auto is NCCL between GPUs and gloo between
-    CPUs, and gloo works between GPUs as well, through their hosts' memory. start_method: of processes, as
-    multiprocessing names them. forwarded: signals that this process hands on to its stages, if it is told them.
+    `Mesh`. Everything else: see `launch_crew`. Under torchrun this process is one stage of the world it is given, and
+    the list holds its result alone."""
+    mesh = Mesh(num_stages, num_replicas, placement)
+    if under_torchrun() and not threads and (size := int(os.environ["WORLD_SIZE"])) != mesh.size:
+        replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
+        raise StageFailure(
+            f"torchrun started {size} processes for {num_stages} stages{replicas}: make the two numbers the same"
+        )
+    return launch_crew(
+        partial(_in_one_shape, worker, mesh),
+        mesh.size,
+        mesh=mesh,
+        threads=threads,
+        device=device,
+        timeout_seconds=timeout_seconds,
+        shared_memory=shared_memory,
+        backend=backend,
+        start_method=start_method,
+    )
+
+
+def _in_one_shape(worker: Worker[Result], mesh: Mesh, crew: Crew) -> Result:
+    transport = crew.take_places(mesh)
+    assert transport is not None, "every member of this crew has a place"
+    return worker(transport)
+
+
+def launch_crew(
+    worker: Member[Result],
+    num_processes: int,
+    *,
+    mesh: Mesh | None = None,
+    threads: bool = False,
+    device: torch.device | str = "cpu",
+    timeout_seconds: float = 300.0,
+    shared_memory: bool = True,
+    backend: str = "auto",
+    start_method: str | None = None,
+    forwarded: Sequence[signal.Signals] = (),
+) -> list[Result]:
+    """Calls `worker(crew)` in every process: for runs that change their shape, see crew.py.
+
+    mesh: of a crew that takes on no other shape; its failures are told by stages. threads: stages as threads of this
+    process. shared_memory: between processes of one machine, on CPUs; without it gloo, as between machines. backend: of
+    torch.distributed; auto is NCCL between GPUs and gloo between CPUs, and gloo works between GPUs as well, through
+    their hosts' memory. start_method: of processes, as multiprocessing names them. forwarded: signals that this process
+    hands on to its stages, if it is told them.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
-    computed here with more than one thread. Under torchrun this process is one stage of the world it is given, and the
-    list holds its result alone."""
+    computed here with more than one thread."""
     device = torch.device(device)
+    terms = Terms(num_processes, mesh, device, timeout_seconds, shared_memory, backend)
     if threads:
-        return _launch_threads(worker, Mesh(num_stages, num_replicas, placement), timeout_seconds)
-    terms = Terms(Mesh(num_stages, num_replicas, placement), device, timeout_seconds, shared_memory, backend)
-    return (
-        [_join_torchrun(worker, terms)]
-        if under_torchrun()
-        else _launch_processes(worker, terms, start_method, forwarded)
-    )
+        return _launch_threads(worker, terms)
+    if under_torchrun():
+        return [_join_torchrun(worker, terms)]
+    return _launch_processes(worker, terms, start_method, forwarded)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """On which stages meet that are processes."""
+    """On which the members of a crew meet."""
 
-    mesh: Mesh
+    size: int
+    mesh: Mesh | None
     device: torch.device
     timeout_seconds: float
     shared_memory: bool
@@ -104,6 +147,9 @@ class Terms:
     def timeout(self) -> timedelta:
         return timedelta(seconds=self.timeout_seconds)
 
+    def name(self, rank: int) -> str:
+        return f"process {rank}" if self.mesh is None else self.mesh.name(rank)
+
     def on_gpu(self, index: int) -> Terms:
         """With a stage's own GPU, where they compute on GPUs."""
         return replace(self, device=torch.device("cuda", index)) if self.device.type == "cuda" else self
@@ -112,18 +158,13 @@ class Terms:
 # ---- torchrun
 
 
-def _join_torchrun(worker: Worker[Result], terms: Terms) -> Result:
+def _join_torchrun(worker: Member[Result], terms: Terms) -> Result:
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=terms.timeout)))
     except (OSError, RuntimeError, ValueError) as error:
         raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
-    mesh = terms.mesh
-    if world_size != mesh.size:
-        replicas = f" in each of {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
-        raise StageFailure(
-            f"torchrun started {world_size} processes for {mesh.num_stages} stages{replicas}: make the two numbers the "
-            "same"
-        )
+    if world_size != terms.size:
+        raise StageFailure(f"torchrun started {world_size} processes and not {terms.size}: make the two the same")
     try:
         word = meet(store, rank, world_size, terms.timeout_seconds)
     except (RuntimeError, ValueError) as error:
@@ -161,26 +202,28 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
     return own
 
 
-def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Terms) -> Result:
+def _run_stage(worker: Member[Result], store: dist.Store, rank: int, terms: Terms) -> Result:
     if terms.device.type == "cuda":
         torch.cuda.set_device(terms.device)
-    transport = ProcessTransport(
+    crew = ProcessCrew(
         dist.PrefixStore("slipstream", store),
         rank,
-        terms.mesh,
+        terms.size,
         terms.device,
         terms.timeout_seconds,
         terms.shared_memory,
         terms.backend,
     )
     try:
-        result = worker(transport)
+        result = worker(crew)
     except (PipelineError, NonFiniteError):
         raise
+    except PeerLost as lost:
+        raise PipelineError(crew.fail(str(lost))) from lost
     except Exception as error:
-        first = transport.fail(f"stage {transport.stage} failed with {type(error).__name__}: {error}")
+        first = crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}")
         raise StageFailure(first, traceback.format_exc()) from error
-    transport.close()
+    crew.leave()
     return result
 
 
@@ -188,7 +231,7 @@ def _run_stage(worker: Worker[Result], store: dist.Store, rank: int, terms: Term
 
 
 def _launch_processes(
-    worker: Worker[Result], terms: Terms, start_method: str | None, forwarded: Sequence[signal.Signals]
+    worker: Member[Result], terms: Terms, start_method: str | None, forwarded: Sequence[signal.Signals]
 ) -> list[Result]:
     if start_method is None:
         start_method = "spawn" if sys.platform != "linux" else "forkserver" if _can_pickle(worker) else "fork"
@@ -198,12 +241,12 @@ def _launch_processes(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        for rank in range(terms.mesh.size):
+        for rank in range(terms.size):
             ours, theirs = context.Pipe()
             process = context.Process(  # type: ignore[attr-defined]
                 target=_process_main,
                 args=(worker, rank, terms, theirs),
-                name=terms.mesh.name(rank),
+                name=terms.name(rank),
                 daemon=True,
             )
             process.start()
@@ -217,7 +260,7 @@ def _launch_processes(
             with suppress(BrokenPipeError, ConnectionResetError):  # killed already, which _collect will find
                 pipe.send(store.port)
         with _forwarding(forwarded, processes):
-            return _collect(processes, pipes, store, terms.mesh)
+            return _collect(processes, pipes, store, terms)
     finally:
         for process in processes:
             if process.is_alive():
@@ -244,7 +287,7 @@ def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProce
             signal.signal(number, handler)
 
 
-def _can_pickle(worker: Worker[Any]) -> bool:
+def _can_pickle(worker: Member[Any]) -> bool:
     try:
         pickle.dumps(worker)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -252,7 +295,7 @@ def _can_pickle(worker: Worker[Any]) -> bool:
     return True
 
 
-def _process_main(worker: Worker[Any], rank: int, terms: Terms, pipe: Connection) -> None:
+def _process_main(worker: Member[Any], rank: int, terms: Terms, pipe: Connection) -> None:
     gc.freeze()  # what came with a fork is the parent's: its threads are not here, and to collect them could abort
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
@@ -279,7 +322,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store, mesh: Mesh) -> list[Any]:
+def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store, terms: Terms) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[str, str]] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -296,7 +339,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
                 kind, value, details = pipe.recv()
             except (EOFError, ConnectionResetError):
                 processes[rank].join()
-                kind, value, details = "failure", _cause_of_death(mesh.name(rank), processes[rank].exitcode), ""
+                kind, value, details = "failure", _cause_of_death(terms.name(rank), processes[rank].exitcode), ""
             if kind == "result":
                 results[rank] = pickle.loads(value)
             else:
@@ -315,8 +358,7 @@ def _cause_of_death(stage: str, exit_code: int | None) -> str:
 
 def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> StageFailure:
     """One message: what happened first, and how a stage died if it could not say so itself."""
-    key = "slipstream/slipstream/failure"
-    first = store.get(key).decode() if store.check([key]) else next(iter(failures.values()))[0]
+    first = read_failure(dist.PrefixStore("slipstream", store)) or next(iter(failures.values()))[0]
     deaths = [
         message for message, _ in failures.values() if " was killed by " in message or " without a word" in message
     ]
@@ -327,28 +369,27 @@ def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> Stage
 # ---- one thread per stage
 
 
-def _launch_threads(worker: Worker[Result], mesh: Mesh, timeout_seconds: float) -> list[Result]:
-    world = ThreadWorld(mesh.num_stages, timeout_seconds, mesh.num_replicas)
+def _launch_threads(worker: Member[Result], terms: Terms) -> list[Result]:
+    shapes = ThreadShapes(terms.size, terms.timeout_seconds)
     num_threads = torch.get_num_threads()
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         torch.set_num_threads(num_threads)  # OpenMP starts every thread with a limit of its own
-        replica, stage = mesh.place(rank)
-        transport = world.transport(stage, replica)
+        crew = ThreadCrew(shapes, rank)
         try:
-            results[rank] = worker(transport)
+            results[rank] = worker(crew)
         except BaseException as error:
             errors[rank] = error
-            transport.fail(f"stage {stage} failed with {type(error).__name__}: {error}")
+            crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}")
 
-    stages = [threading.Thread(target=run, args=(r,), name=mesh.name(r), daemon=True) for r in range(mesh.size)]
-    for thread in stages:
+    members = [threading.Thread(target=run, args=(r,), name=terms.name(r), daemon=True) for r in range(terms.size)]
+    for thread in members:
         thread.start()
-    for thread in stages:
+    for thread in members:
         thread.join()
     if errors:
-        causes = [error for error in errors.values() if not isinstance(error, PipelineError)]
-        raise StageFailure(world.failure or "a stage failed") from (causes or list(errors.values()))[0]
-    return [results[rank] for rank in range(mesh.size)]
+        causes = [error for error in errors.values() if not isinstance(error, (PipelineError, PeerLost))]
+        raise StageFailure(shapes.failure or "a stage failed") from (causes or list(errors.values()))[0]
+    return [results[rank] for rank in range(terms.size)]

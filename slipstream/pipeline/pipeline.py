@@ -66,10 +66,11 @@ class Pipeline:
     compile            run the layers through torch.compile, those of a kind through one graph; or the name of another
                        backend than torch's own
     prepare            called with this stage's layers before anything else, to initialise or move them
-    requests           asked at the end of every batch: what this process would like. A stop that any of them asks for
-                       ends the run a few steps later, on all of them after the same update; a StepReport says when to
-                       save
+    requests           asked at the end of every batch: what this process would like. A stop or pause that any of them
+                       asks for ends the run a few steps later, on all of them after the same update; a StepReport says
+                       when to save
     start              a state to go on from, of this stage (see `state`); num_steps counts from the run's beginning
+    until              steps after which to leave off, with the pipeline drained, though num_steps be more
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Pipeline:
         prepare: Callable[[nn.Sequential], None] | None = None,
         requests: Callable[[], Requests] | None = None,
         start: StageState | None = None,
+        until: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         device = torch.device(device)
@@ -181,6 +183,7 @@ class Pipeline:
             owners=self._owners,
             reduction_dtype=reduction_dtype,
             backward_lock=COMPILER if compile else None,
+            until=until,
         )
         if start is not None:
             self._restore(start)

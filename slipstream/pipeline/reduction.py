@@ -24,7 +24,6 @@ from .comm import Transport, Waiting
 from .partition import Tied
 
 NUM_PRODUCTS = 3
-NUM_REQUESTS = 3
 NUM_TIMES = 1 + len(Activity)
 """Utilisation, and the seconds of every activity."""
 
@@ -36,6 +35,11 @@ class Requests(NamedTuple):
     stop: bool = False
     busy: bool = False
     """Still at the checkpoint before: to save now, all or none must be free."""
+    pause: bool = False
+    """Leave off like for a stop, to go on at once in another shape."""
+
+
+NUM_REQUESTS = len(Requests())
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+FACTS = ("optimizer", "groups", "coefficients")
+"""What a state says beside its tensors."""
 TENSOR = "tensor"
 """In the facts of an optimizer's state: a tensor stands here, and goes by this name."""
 
@@ -110,6 +112,15 @@ def _copied(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, copy=True) if value.ndim else value.clone()
     return [_copied(item, device) for item in value] if isinstance(value, list) else value
+
+
+def merge_facts(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of several stages' states, what one of them all together says."""
+    merged: dict[str, dict[str, Any]] = {kind: {} for kind in FACTS}
+    for part in parts:
+        for kind, values in merged.items():
+            values |= part.get(kind, {})
+    return merged
 
 
 def check_names(found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:

@@ -202,14 +202,6 @@ def test_a_stage_that_is_gone_before_it_is_told_anything_is_named(monkeypatch):
         launch(lambda transport: None, 2, start_method="fork")
 
 
-@forks
-def test_all_processes_hear_what_the_first_one_says():
-    def worker(transport: Transport) -> str:
-        return transport.as_first("word", f"{transport.replica}.{transport.stage}")
-
-    assert launch(worker, 2, num_replicas=2, timeout_seconds=30, start_method="fork") == ["0.0"] * 4
-
-
 def test_processes_that_torchrun_starts_again_do_not_take_the_word_of_those_before():
     store = torch.distributed.HashStore()
     words: list[set[str]] = []

@@ -1,0 +1,326 @@
+"""The processes (or threads) at hand, which take on one shape of pipeline after another.
+
+    transport = crew.take_places(Mesh(num_stages=2))       a run in one shape needs no more
+    ...
+    moved = crew.exchange(pipeline.state(), destinations)  after the last update in that shape
+    transport = crew.take_places(Mesh(num_stages=4))
+    pipeline = Pipeline(transport, ..., start=moved.state)
+    crew.settle()
+
+A process that has no place in a shape stands by. What the members tell one another goes through a store; the state of
+a pipeline goes from memory to memory, each tensor straight from who has it to who needs it, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Mesh, ProcessTransport, Transport, leave_failure, on_host, read_failure
+from .link import PeerLost, Waiting
+from .state import StageState, merge_facts
+from .threads import ThreadTransport, ThreadWorld
+
+LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.001, 0.03
+"""Between two looks for a word: of those that work, and of those that stand by."""
+
+Destinations = Callable[[str], Sequence[int]]
+"""The name of a tensor of the state -> the ranks that need it."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    state: StageState
+    """All that this member needs of everyone's."""
+    num_bytes: int
+    """That came from others."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the state is, and how to receive it."""
+
+    rank: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+
+
+class Crew(ABC):
+    """As one of its members sees it. All members make the same calls, in the same order."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
+        self.store, self.rank, self.size, self.timeout_seconds = store, rank, size, timeout_seconds
+        self.transport: Transport | None = None
+        """In the shape that is taken on; None: this member stands by."""
+        self._num_shapes = self._num_exchanges = 0
+
+    @property
+    def name(self) -> str:
+        return f"process {self.rank}" if self.transport is None else f"stage {self.transport.stage}"
+
+    # ---- shapes
+
+    def take_places(self, mesh: Mesh) -> Transport | None:
+        """Leaves the shape before, and takes on this one: rank for rank, and whoever is left stands by."""
+        if mesh.size > self.size:
+            raise ValueError(f"{mesh.num_stages} x {mesh.num_replicas} stages need more than {self.size} processes")
+        self.leave()
+        self._num_shapes += 1
+        self.transport = self._place(mesh, f"shape {self._num_shapes}") if self.rank < mesh.size else None
+        return self.transport
+
+    @abstractmethod
+    def _place(self, mesh: Mesh, name: str) -> Transport: ...
+
+    def leave(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+
+    # ---- words
+
+    def as_first(self, key: str, value: str | None = None, waiting: Waiting | None = None) -> str:
+        """What the first member says to this key; the others' own values count for nothing."""
+        if self.rank == 0:
+            assert value is not None
+            self.store.set(f"said/{key}", value)
+            return value
+        return self.hear(f"said/{key}", waiting or (lambda: f"the first process to say {key}"))
+
+    def hear(self, key: str, waiting: Waiting, is_working: bool = True) -> str:
+        """The word under a key, once there is one. is_working: others are about to say it, and silence is a failure."""
+        deadline = time.monotonic() + self.timeout_seconds
+        while not self.store.check([key]):
+            if (failure := self.failure()) is not None:
+                raise PeerLost(f"{failure}: {self.name} was waiting for {waiting()}")
+            if is_working and time.monotonic() > deadline:
+                raise PeerLost(
+                    f"the others have been silent for {self.timeout_seconds:g} s: {self.name} was waiting for "
+                    f"{waiting()}"
+                )
+            time.sleep(LOOK_SECONDS if is_working else IDLE_LOOK_SECONDS)
+        return self.store.get(key).decode()
+
+    def meet(self, key: str, waiting: Waiting) -> None:
+        """Returns when all members have come."""
+        if self.store.add(f"came/{key}", 1) == self.size:
+            self.store.set(f"all/{key}", "here")
+        self.hear(f"all/{key}", waiting)
+
+    @abstractmethod
+    def failure(self) -> str | None:
+        """The first word of a failure, if there is one."""
+
+    @abstractmethod
+    def fail(self, message: str) -> str:
+        """Leaves word of a failure for all members. The first word stands: it is returned."""
+
+    # ---- states
+
+    def exchange(self, state: StageState | None, destinations: Destinations) -> Moved:
+        """Everyone's state of a stage becomes everyone's state of another. state: None of a member that stood by. What
+        comes back may share memory with it, or with others' states, until all have settled."""
+        self._num_exchanges += 1
+        key = f"exchange {self._num_exchanges}"
+        step, places, facts = self._gather_inventories(key, state)
+        kept = {} if state is None else state.tensors
+        tensors: dict[str, Tensor] = {}
+        num_bytes = 0
+        with self._moving(key):
+            for name, place in sorted(places.items()):
+                targets = [target for target in destinations(name) if target != place.rank]
+                if place.rank == self.rank:
+                    if targets:
+                        self._send(name, kept[name], targets)
+                    if self.rank in destinations(name):
+                        tensors[name] = kept[name]
+                elif self.rank in targets:
+                    tensors[name] = self._receive(name, place)
+                    num_bytes += tensors[name].nbytes
+        return Moved(StageState(step, tensors, facts), num_bytes)
+
+    def settle(self) -> None:
+        """After an exchange, when nobody needs what it had before."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.meet(f"settled {self._num_exchanges}", lambda: "the others to take up their part of the state")
+
+    def _gather_inventories(
+        self, key: str, state: StageState | None
+    ) -> tuple[int, dict[str, Place], dict[str, dict[str, Any]]]:
+        """What there is of the state, and where. One member puts together what all of them say, so that each has one
+        word to read."""
+        own = state or StageState(-1)
+        tensors = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.tensors.items()}
+        self.store.set(f"{key}/{self.rank}", json.dumps([own.step, tensors, own.facts]))
+        together = None
+        if self.rank == 0:
+            words = [self.hear(f"{key}/{r}", lambda r=r: f"the inventory of process {r}") for r in range(self.size)]  # type: ignore[misc]
+            found = [json.loads(word) for word in words]
+            places = {name: [r, *spec] for r, (_, specs, _) in enumerate(found) for name, spec in specs.items()}
+            together = json.dumps([max(step for step, *_ in found), places, merge_facts(facts for *_, facts in found)])
+        step, specs, facts = json.loads(self.as_first(key, together))
+        return step, {name: Place(rank, dtype, tuple(shape)) for name, (rank, dtype, shape) in specs.items()}, facts
+
+    @abstractmethod
+    @contextmanager
+    def _moving(self, key: str) -> Iterator[None]:
+        """Sends and receives lie within, and are done at its end."""
+
+    @abstractmethod
+    def _send(self, name: str, tensor: Tensor, targets: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def _receive(self, name: str, place: Place) -> Tensor: ...
+
+
+class ProcessCrew(Crew):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_seconds: float,
+        shared_memory: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(dist.PrefixStore("crew", store), rank, size, timeout_seconds)
+        self._common_store, self._device = store, device
+        self._shared_memory, self._backend = shared_memory, backend
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def _place(self, mesh: Mesh, name: str) -> Transport:
+        return ProcessTransport(
+            dist.PrefixStore(name, self._common_store),
+            self.rank,
+            mesh,
+            self._device,
+            self.timeout_seconds,
+            self._shared_memory,
+            self._backend,
+            failures=self._common_store,
+        )
+
+    def failure(self) -> str | None:
+        return read_failure(self._common_store)
+
+    def fail(self, message: str) -> str:
+        return leave_failure(self._common_store, message)
+
+    @contextmanager
+    def _moving(self, key: str) -> Iterator[None]:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(key, self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout_seconds),
+        )
+        try:
+            yield
+            for work, _ in self._under_way:
+                work.wait()
+            self._under_way.clear()
+            self.meet(key, lambda: "the others to move their state")
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            raise PeerLost(f"{self.name} lost another while their state was moved: {error}") from error
+        finally:
+            dist.destroy_process_group()
+
+    def _send(self, name: str, tensor: Tensor, targets: Sequence[int]) -> None:
+        flat = _as_bytes(on_host(tensor.detach()))
+        self._under_way += [(_present(dist.isend(flat, target)), flat) for target in targets]
+
+    def _receive(self, name: str, place: Place) -> Tensor:
+        tensor = place.empty()
+        flat = _as_bytes(tensor)
+        self._under_way.append((_present(dist.irecv(flat, place.rank)), flat))
+        return tensor
+
+
+@dataclass
+class ThreadShapes:
+    """What the members of a crew of threads share."""
+
+    size: int
+    timeout_seconds: float
+    store: dist.Store = field(default_factory=dist.HashStore)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    worlds: dict[str, ThreadWorld] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """Of states that are being moved, by exchange and name."""
+    failure: str | None = None
+
+    def world(self, mesh: Mesh, name: str) -> ThreadWorld:
+        with self.lock:
+            if name not in self.worlds:
+                self.worlds[name] = ThreadWorld(mesh.num_stages, self.timeout_seconds, mesh.num_replicas)
+            return self.worlds[name]
+
+
+class ThreadCrew(Crew):
+    def __init__(self, shapes: ThreadShapes, rank: int) -> None:
+        super().__init__(shapes.store, rank, shapes.size, shapes.timeout_seconds)
+        self._shapes, self._key = shapes, ""
+
+    def _place(self, mesh: Mesh, name: str) -> Transport:
+        replica, stage = mesh.place(self.rank)
+        return self._shapes.world(mesh, name).transport(stage, replica)
+
+    def failure(self) -> str | None:
+        with self._shapes.lock:
+            said = [world.failure for world in self._shapes.worlds.values() if world.failure is not None]
+            return self._shapes.failure or (said[0] if said else None)
+
+    def fail(self, message: str) -> str:
+        if isinstance(self.transport, ThreadTransport):
+            message = self.transport.fail(message)
+        with self._shapes.lock:
+            self._shapes.failure = self._shapes.failure or message
+            return self._shapes.failure
+
+    @contextmanager
+    def _moving(self, key: str) -> Iterator[None]:
+        self._key = key
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what is handed over was computed in streams of its owner
+        yield
+        self.meet(key, lambda: "the others to move their state")
+        if self.rank == 0:
+            self._shapes.tensors.clear()
+
+    def _send(self, name: str, tensor: Tensor, targets: Sequence[int]) -> None:
+        self._shapes.tensors[self._key, name] = tensor
+        self.store.set(f"{self._key}/there/{name}", "here")
+
+    def _receive(self, name: str, place: Place) -> Tensor:
+        self.hear(f"{self._key}/there/{name}", lambda: f"{name} of process {place.rank}")
+        return self._shapes.tensors[self._key, name]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """What is received into it is in the tensor: it must be contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _present(work: dist.Work | None) -> dist.Work:
+    """torch types these calls as returning None for ranks outside the group; ours are always inside."""
+    assert work is not None
+    return work

@@ -1,0 +1,164 @@
+"""A run changes its shape: who says so, and the moment between two shapes.
+
+At a common update the pipeline has drained. Then every process learns the next shape from the first, its part of the
+state goes to whoever holds those layers from now on, and a new pipeline begins where the old one ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import Config, ConfigError
+from .metrics import Screen
+from .model import decoder
+from .parts import Parts, check
+from .pipeline import Crew, StageState
+from .pipeline.partition import cut, tied_parameters
+from .shape import COMMAND_NAME, Shape, check_changeable, destinations, moments, next_moment, num_processes
+
+
+class Commands:
+    """What the run is told while it runs, by a file in its folder. Of the first process."""
+
+    def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
+        self._config, self._path, self._say = config, folder / COMMAND_NAME, say
+        self._shape: Shape | None = None
+
+    def look(self) -> bool:
+        """Whether there is one to be followed."""
+        try:
+            text = self._path.read_text(encoding="utf-8", errors="replace")
+            self._path.unlink()
+        except OSError:
+            return self._shape is not None
+        try:
+            self._shape = Shape.parse(text)
+            check_shape(self._config, self._shape)
+        except ConfigError as error:  # of somebody who is not there to be told by an exit code
+            self._shape = None
+            self._say(f"{self._path.name} changes nothing: {error}")
+        return self._shape is not None
+
+    def take(self) -> Shape | None:
+        shape, self._shape = self._shape, None
+        return shape
+
+
+def check_shape(config: Config, shape: Shape) -> Parts:
+    """Whether a run of this configuration can take it on, with the processes that it was started with."""
+    check_changeable(config)
+    if shape.size > num_processes(config):
+        raise ConfigError(
+            f"{shape} takes {shape.size} processes and the run was started with {num_processes(config)}: use fewer, or "
+            f"start it with pipeline.processes = {shape.size}"
+        )
+    return check(shape.applied(config))
+
+
+def check_moments(config: Config) -> None:
+    """Whether the model can be cut into all the shapes that are planned."""
+    for text, moment in zip(config.pipeline.reshape, moments(config), strict=True):
+        try:
+            check_shape(config, moment.shape)
+        except ConfigError as error:
+            raise ConfigError(f"pipeline.reshape = {text!r} cannot be: {error}") from error
+
+
+@dataclass(frozen=True)
+class Turn:
+    """From one shape to the next."""
+
+    step: int
+    """Updates made."""
+    before: str
+    shape: Shape
+    parts: Parts
+    began: float
+    """By this process's clock."""
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """What there is to say of it, in summary.json."""
+
+    step: int
+    before: str
+    after: str
+    bytes_moved: int
+    exchange_seconds: float
+    pause_seconds: float
+    """From the last update in the shape before until all stages of the next are there."""
+
+
+class Reshaping:
+    """In one process of a run."""
+
+    def __init__(self, crew: Crew, config: Config, commands: Commands | None) -> None:
+        self._crew, self._config, self._commands = crew, config, commands
+        self._num_turns = 0
+        self._exchange_seconds = 0.0
+
+    def next_turn(self, shape: Shape, state: StageState | None, is_member: bool) -> Turn | None:
+        """shape: the one before. state: None when the run is over, or of a process that stood by (is_member: false).
+        Returns None when it is over."""
+        began = time.perf_counter()
+        self._num_turns += 1
+        key = f"turn {self._num_turns}"
+        if self._crew.rank == 0:
+            following = None if state is None else self._following(state.step)
+            self._crew.as_first(key, json.dumps(None if state is None else [state.step, str(following)]))
+        waiting = lambda: "the first process to say how the run goes on"  # noqa: E731
+        word = json.loads(self._crew.hear(f"said/{key}", waiting, is_working=is_member))
+        if word is None:
+            return None
+        step, text = word
+        following = Shape.parse(text)
+        return Turn(step, str(shape), following, check(following.applied(self._config)), began)
+
+    def _following(self, step: int) -> Shape:
+        told = self._commands.take() if self._commands is not None else None
+        moment = next_moment(self._config, step - 1)
+        if told is not None:
+            return told
+        assert moment is not None and moment.step == step, "nobody asked for another shape"
+        return moment.shape
+
+    def move(self, turn: Turn, state: StageState | None) -> StageState:
+        """What this process needs of everyone's."""
+        self._crew.leave()
+        with torch.device("meta"):
+            model = decoder(turn.parts.model)
+        sizes = turn.parts.layers_per_stage
+        tied = tied_parameters(model, sizes)
+        holders = [
+            {tied[name].name if name in tied else name for name, _ in cut(model, sizes, stage).named_parameters()}
+            for stage in range(turn.shape.stages)
+        ]
+        moved = self._crew.exchange(state, partial(destinations, holders, turn.shape.mesh(self._config)))
+        self._crew.store.add(f"bytes {turn.step}", moved.num_bytes)
+        self._exchange_seconds = time.perf_counter() - turn.began
+        return moved.state
+
+    def settle(self, turn: Turn) -> dict[str, Any]:
+        """When all stages of the new shape are there."""
+        self._crew.settle()
+        word = None
+        if self._crew.rank == 0:
+            num_bytes = self._crew.store.add(f"bytes {turn.step}", 0)
+            pause = time.perf_counter() - turn.began
+            reshape = Reshape(turn.step, turn.before, str(turn.shape), num_bytes, self._exchange_seconds, pause)
+            Screen().print(
+                f"after step {turn.step}: from {turn.before} to {turn.shape} (stages x replicas), "
+                f"{num_bytes / 1e6:,.1f} MB moved, {pause:.2f} s of pause"
+            )
+            word = json.dumps(asdict(reshape))
+        said: dict[str, Any] = json.loads(self._crew.as_first(f"reshape {self._num_turns}", word))
+        return said
