@@ -1,6 +1,7 @@
-"""The command line: train | schedule | plan | profile | bench | study | report | timeline | prepare.
+"""The command line: train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare.
 
     slipstream train [CONFIG.toml] [--section.field value ...]
+    slipstream reshape RUN SHAPE
     slipstream schedule NAME --stages P --microbatches M
     slipstream plan [CONFIG.toml] --devices N --memory GIB
     slipstream profile [CONFIG.toml]
@@ -55,6 +56,7 @@ def main() -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
+        "reshape": _reshape,
         "schedule": _schedule,
         "plan": _plan,
         "profile": _profile,
@@ -271,7 +273,13 @@ def _study(arguments: list[str]) -> None:
         raise RunFailure(str(failure)) from failure
 
 
-# ---- plan, profile, bench, report: each beside what it runs
+# ---- reshape, plan, profile, bench, report: each beside what it runs
+
+
+def _reshape(arguments: list[str]) -> None:
+    from .reshaping import reshape
+
+    reshape(arguments)
 
 
 def _plan(arguments: list[str]) -> None:

@@ -6,23 +6,66 @@ state goes to whoever holds those layers from now on, and a new pipeline begins 
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
-from .config import Config, ConfigError
+from .arguments import UsageError, parse
+from .config import Config, ConfigError, load_toml
 from .metrics import Screen
 from .model import decoder
 from .parts import Parts, check
 from .pipeline import Crew, StageState
 from .pipeline.partition import cut, tied_parameters
-from .shape import COMMAND_NAME, Shape, check_changeable, destinations, moments, next_moment, num_processes
+from .shape import (
+    COMMAND_NAME,
+    Shape,
+    check_changeable,
+    destinations,
+    moments,
+    next_moment,
+    num_processes,
+    write_command,
+)
+
+
+@dataclass(frozen=True)
+class ReshapeArguments:
+    """Tells a run to change its shape: 4 is four stages, 2x2 two stages in each of two replicas, 2/5,5 two stages of
+    five layers. It does so within a few steps, from memory to memory, and says how long it paused. A run needs as many
+    processes as its largest shape: start it with --pipeline.processes N."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, such as runs/default."""
+    shape: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SHAPE")]
+    """STAGES, STAGESxREPLICAS, or either of them with /LAYERS,LAYERS,..."""
+
+
+def reshape(arguments: list[str]) -> None:
+    """`slipstream reshape`."""
+    given = parse(ReshapeArguments, arguments, "slipstream reshape RUN SHAPE", inspect.getdoc(ReshapeArguments) or "")
+    path = given.run / "config.toml"
+    if not path.is_file():
+        raise UsageError(f"run = '{given.run}' has no config.toml and is no run: name the folder of one")
+    try:
+        shape = Shape.parse(given.shape)
+        check_shape(load_toml(path), shape)
+        write_command(given.run, shape)
+    except ConfigError as error:
+        raise UsageError(f"shape = {given.shape!r} cannot be: {error}") from error
+    except OSError as error:
+        raise UsageError(
+            f"run = '{given.run}' cannot be written to ({error.strerror}): are you who runs it?"
+        ) from error
+    Screen().print(f"{given.run} is told to take on {shape}: it does so within a few steps, if it runs")
 
 
 class Commands:
