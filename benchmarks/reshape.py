@@ -1,0 +1,160 @@
+"""What it costs to change the shape of a run, and whether training stays where it was going.
+
+    .venv/bin/python benchmarks/reshape.py                            about ten minutes; nothing else should run
+    .venv/bin/python benchmarks/reshape.py --oracle                   the second question alone, in float64
+    .venv/bin/python benchmarks/reshape.py --layers 2 --rounds 1      to see that it works
+
+1. The pause. `slipstream train` in four processes, 2 -> 4 -> 2 stages, 50 million parameters in float32, Muon with
+   error feedback, clipping: so two weight versions, masters and momentum move, 16 bytes a parameter. Several rounds;
+   the pause is what the run itself reports: from the last update in one shape until all stages of the next are there.
+   The time that a pipeline takes to drain and to fill is apart: it is in the steps before and after.
+2. The trajectory. The same in float64 beside slipstream.reference_run, which knows no stages: the largest difference of
+   a parameter, relative to its largest entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream import reference_run
+from slipstream.checkpoint import Store
+from slipstream.config import (
+    CheckpointSection,
+    Config,
+    EvaluationSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunSection,
+    TrainSection,
+    to_toml,
+)
+from slipstream.loss import decoder_and_loss
+from slipstream.model import initialise, num_parameters
+from slipstream.parts import check
+
+STEPS, RESHAPE = 9, ("3=4", "6=2")
+
+
+def configuration(layers: int, folder: Path) -> Config:
+    return Config(
+        model=ModelSection(preset="small", num_layers=layers, sequence_length=64),
+        pipeline=PipelineSection(stages=2, microbatches=4, reshape=RESHAPE),
+        train=TrainSection(steps=STEPS, microbatch_size=1),
+        evaluation=EvaluationSection(batches=0),
+        checkpoint=CheckpointSection(at_end=False),
+        run=RunSection(folder=str(folder), overwrite=True, log_every_steps=1),
+    )
+
+
+def run(config: Config) -> dict[str, Any]:
+    """As a user runs it; returns the summary."""
+    path = Path(config.run.folder, "run.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(config), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "slipstream", "train", str(path)], check=True)
+    summary: dict[str, Any] = json.loads(Path(config.run.folder, config.run.name, "summary.json").read_text())
+    return summary
+
+
+def measure_pauses(config: Config, num_rounds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number in range(num_rounds):
+        print(f"round {number + 1} of {num_rounds}", flush=True)
+        summary = run(config)
+        metrics = Path(config.run.folder, config.run.name, "metrics.jsonl").read_text().splitlines()
+        step_seconds = statistics.median(json.loads(row)["seconds"] for row in metrics)
+        rows += [{**reshape, "step_seconds": step_seconds} for reshape in summary["reshapes"]]
+    return rows
+
+
+def largest_difference(config: Config) -> float:
+    """Between what the reshaped run ends with and what the oracle does."""
+    config = replace(
+        config,
+        train=replace(config.train, dtype="float64"),
+        optimizer=OptimizerSection(newton_schulz_dtype="float64"),
+        checkpoint=CheckpointSection(at_end=True),
+    )
+    run(config)
+    found = Store(Path(config.run.folder, config.run.name, "checkpoints")).newest(print)
+    assert found is not None, "the run left no checkpoint"
+    parts = check(config)
+    model, loss = decoder_and_loss(parts.model)
+    model.double()
+    initialise(model, parts.model, config.train.seed)
+    print("the oracle makes the same steps in one process", flush=True)
+    torch.set_num_threads(os.cpu_count() or 1)
+    expected, _ = reference_run(
+        model,
+        data=parts.batches,
+        loss=loss,
+        groups=parts.groups,
+        num_microbatches=config.pipeline.microbatches,
+        num_steps=config.train.steps,
+        delays=[1],
+        learning_rate=parts.learning_rate,
+        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+    )
+
+    def difference(name: str, weight: Tensor) -> float:
+        return float((found.read([f"master/{name}"])[f"master/{name}"] - weight).abs().max() / weight.abs().max())
+
+    return max(difference(name, weight) for name, weight in expected.items())
+
+
+def table(rows: list[dict[str, Any]], parameters: int, difference: float | None) -> str:
+    lines = [
+        f"{parameters:,} parameters, float32, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
+        "",
+        "| from | to | MB moved | moving, s | pause, s: median | of all rounds | a step, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for before, after in dict.fromkeys((row["before"], row["after"]) for row in rows):
+        those = [row for row in rows if (row["before"], row["after"]) == (before, after)]
+        pauses = sorted(row["pause_seconds"] for row in those)
+        lines.append(
+            f"| {before} | {after} | {those[0]['bytes_moved'] / 1e6:,.0f} "
+            f"| {statistics.median(row['exchange_seconds'] for row in those):.2f} | {statistics.median(pauses):.2f} "
+            f"| {', '.join(f'{pause:.2f}' for pause in pauses)} "
+            f"| {statistics.median(row['step_seconds'] for row in those):.1f} |"
+        )
+    if difference is not None:
+        lines += ["", f"Largest difference from the oracle in float64, relative: {difference:.1e}"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=17, help="blocks of 3.1 million parameters")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--oracle", action="store_true", help="compare with the oracle in float64, and measure nothing")
+    parser.add_argument("--output", type=Path, help="a .json file; the table goes beside it, as .md")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(arguments.layers, Path(folder))
+        parameters = num_parameters(check(config).model)
+        rows = [] if arguments.oracle else measure_pauses(config, arguments.rounds)
+        difference = largest_difference(config) if arguments.oracle else None
+    text = table(rows, parameters, difference)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"rows": rows, "difference": difference}, indent=2) + "\n")
+        arguments.output.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
