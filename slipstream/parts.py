@@ -10,7 +10,7 @@ import inspect
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,13 @@ def check(config: Config) -> Parts:
             f"({error.strerror}): give another"
         ) from error
     return Parts(model, batches, validation, groups, learning_rate, peak_rates(config), sizes)
+
+
+def in_shape_of(config: Config, parts: Parts) -> Parts:
+    """The parts of a run that differs from theirs in its shape alone, and has been checked."""
+    batches, validation = _batches(config, parts.model, _corpus(config.data))
+    sizes = _layers_per_stage(config, parts.model)
+    return replace(parts, batches=batches, validation=validation, layers_per_stage=sizes)
 
 
 def _check_torchrun(config: Config) -> None:

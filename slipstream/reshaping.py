@@ -22,7 +22,7 @@ from .arguments import UsageError, parse
 from .config import Config, ConfigError, load_toml
 from .metrics import Screen
 from .model import decoder
-from .parts import Parts, check
+from .parts import Parts, check, in_shape_of
 from .pipeline import Crew, StageState
 from .pipeline.partition import cut, tied_parameters
 from .shape import (
@@ -149,9 +149,9 @@ class Reshaping:
         self._num_turns = 0
         self._exchange_seconds = 0.0
 
-    def next_turn(self, shape: Shape, state: StageState | None, is_member: bool) -> Turn | None:
-        """shape: the one before. state: None when the run is over, or of a process that stood by (is_member: false).
-        Returns None when it is over."""
+    def next_turn(self, shape: Shape, parts: Parts, state: StageState | None, is_member: bool) -> Turn | None:
+        """shape, parts: those before. state: None when the run is over, or of a process that stood by (is_member:
+        false). Returns None when it is over."""
         began = time.perf_counter()
         self._num_turns += 1
         key = f"turn {self._num_turns}"
@@ -164,7 +164,9 @@ class Reshaping:
             return None
         step, text = word
         following = Shape.parse(text)
-        return Turn(step, str(shape), following, check(following.applied(self._config)), began)
+        if not is_member:
+            began = time.perf_counter()
+        return Turn(step, str(shape), following, in_shape_of(following.applied(self._config), parts), began)
 
     def _following(self, step: int) -> Shape:
         told = self._commands.take() if self._commands is not None else None

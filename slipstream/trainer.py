@@ -198,7 +198,7 @@ def train_process(crew: Crew, config: Config, beginning: Beginning, wishes: Wish
     pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, start)
     while True:
         state = None if pipeline is None else train_stage(run, shape, parts, pipeline)
-        turn = reshaping.next_turn(shape, state, is_member=pipeline is not None)
+        turn = reshaping.next_turn(shape, parts, state, is_member=pipeline is not None)
         if turn is None:
             break
         del pipeline  # its memory goes with its state, once that has moved on

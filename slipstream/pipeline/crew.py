@@ -132,8 +132,8 @@ class Crew(ABC):
     # ---- states
 
     def exchange(self, state: StageState | None, destinations: Destinations) -> Moved:
-        """Everyone's state of a stage becomes everyone's state of another. state: None of a member that stood by. What
-        comes back may share memory with it, or with others' states, until all have settled."""
+        """Everyone's state of a stage becomes everyone's state of another. state: None of a member that stood by; it is
+        given away with this."""
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges}"
         step, places, facts = self._gather_inventories(key, state)
@@ -151,10 +151,10 @@ class Crew(ABC):
                 elif self.rank in targets:
                     tensors[name] = self._receive(name, place)
                     num_bytes += tensors[name].nbytes
-        return Moved(StageState(step, tensors, facts), num_bytes)
+        return Moved(StageState(step, tensors, facts, is_given_away=True), num_bytes)
 
     def settle(self) -> None:
-        """After an exchange, when nobody needs what it had before."""
+        """After an exchange: when all have taken up their part."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.meet(f"settled {self._num_exchanges}", lambda: "the others to take up their part of the state")
@@ -245,7 +245,7 @@ class ProcessCrew(Crew):
             dist.destroy_process_group()
 
     def _send(self, name: str, tensor: Tensor, targets: Sequence[int]) -> None:
-        flat = _as_bytes(on_host(tensor.detach()))
+        flat = _as_bytes(on_host(tensor.detach()) if tensor.is_cuda else tensor.detach())
         self._under_way += [(_present(dist.isend(flat, target)), flat) for target in targets]
 
     def _receive(self, name: str, place: Place) -> Tensor:
@@ -312,7 +312,7 @@ class ThreadCrew(Crew):
 
     def _receive(self, name: str, place: Place) -> Tensor:
         self.hear(f"{self._key}/there/{name}", lambda: f"{name} of process {place.rank}")
-        return self._shapes.tensors[self._key, name]
+        return self._shapes.tensors[self._key, name].detach().clone()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

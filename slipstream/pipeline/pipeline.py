@@ -148,7 +148,8 @@ class Pipeline:
         module.to(device)
 
         self.tied = {name: tied[name] for name, _ in module.named_parameters() if name in tied}
-        self._copy_tied(module)
+        if start is None:
+            self._copy_tied(module)
         num_versions = self.schedule.num_versions(stage)
         predicts = any(group.error_feedback != 0 for group in groups) and self.schedule.delay(stage) > 0
         self._owners = self._assign_owners(module, groups) if shard_optimizer and transport.num_replicas > 1 else None
@@ -161,6 +162,7 @@ class Pipeline:
             dtype=dtype,
             gradient_dtype=gradient_dtype,
             owned=None if self._owners is None else [n for n, o in self._owners.items() if o == transport.replica],
+            blank=start is not None,
         )
         self.updater = Updater(self.versions, groups, self.tied, learning_rate, track_alignment, device)
         self.executor = Executor(
@@ -277,10 +279,10 @@ class Pipeline:
             working.append(
                 {name: masters[name] if weights is None or not is_read else weights for name, weights in kept.items()}
             )
-        self.versions.restore(start.step, masters, working)
+        self.versions.restore(start.step, masters, working, keeps=start.is_given_away)
         facts = start.facts["optimizer"]
         for name, optimizer, master in self.updater.optimizer_states():
-            restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors))
+            restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors), keeps=start.is_given_away)
         samples = {name: tensors[f"sample/{c}"] for name, c in names.items() if f"sample/{c}" in tensors}
         self.updater.restore(start.facts, samples)
         # They are summed over stages, and over replicas that share the optimizer: one of them has it all.

@@ -36,6 +36,8 @@ class StageState:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """What is no tensor, in JSON: {"optimizer": {NAME: ...}, "groups": {GROUP: ...}, "coefficients": {GROUP: ...}}"""
+    is_given_away: bool = False
+    """Nobody else will read or write the tensors: whoever goes on from it may keep them, instead of copies."""
 
 
 class StateError(ValueError):
@@ -103,15 +105,16 @@ def restore_groups(optimizer: Optimizer, facts: list[dict[str, Any]]) -> None:
             group["step"] = kept["step"]
 
 
-def restore_parameter(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-    optimizer.state[parameter] = {key: _copied(value, parameter.device) for key, value in state.items()}
+def restore_parameter(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any], keeps: bool) -> None:
+    """keeps: the tensors of the state, where they are of the device, and not copies of them."""
+    optimizer.state[parameter] = {key: _restored(value, parameter.device, keeps) for key, value in state.items()}
 
 
-def _copied(value: Any, device: torch.device) -> Any:
+def _restored(value: Any, device: torch.device, keeps: bool) -> Any:
     """A step that is counted in a tensor stays on the host, where optimizers want it."""
     if isinstance(value, Tensor):
-        return value.to(device, copy=True) if value.ndim else value.clone()
-    return [_copied(item, device) for item in value] if isinstance(value, list) else value
+        return value.detach().to(device if value.ndim else None, copy=not keeps)
+    return [_restored(item, device, keeps) for item in value] if isinstance(value, list) else value
 
 
 def merge_facts(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -40,6 +40,7 @@ class WeightVersions:
         dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         owned: Collection[str] | None = None,
+        blank: bool = False,
     ) -> None:
         """predicts: working copies run ahead of the masters, so that those have to be kept apart.
         separate_masters: keep them apart anyway, for whoever compares two updates.
@@ -47,7 +48,8 @@ class WeightVersions:
         new weights (PACI). The masters then write through aliases that autograd does not watch.
         dtype: of the working copies, but for parameters that their module names in `keeps_dtype`; None: that of the
         module. gradient_dtype: that a batch's gradients are added up in; None: that of the working copies.
-        owned: names of the parameters to have masters of; None: all."""
+        owned: names of the parameters to have masters of; None: all.
+        blank: the module's weights mean nothing, and need not be copied: they will be restored."""
         trainable = _trainable(module)
         exempt = _exempt(module)
         names = [name for name in trainable if owned is None or name in owned]
@@ -59,15 +61,17 @@ class WeightVersions:
         self.newest = 0
         self._predicts, self._drifting = predicts and num_versions > 1, drifting
         if self.separate_masters and (self.is_mixed or self.is_partial):
-            self.masters = {name: nn.Parameter(trainable[name].detach().clone()) for name in names}
+            self.masters = {name: _replica(trainable[name], blank) for name in names}
         if self.is_mixed:
             for name, parameter in trainable.items():
                 if name not in exempt:
-                    parameter.data = parameter.data.to(dtype)
+                    data = parameter.data
+                    parameter.data = torch.empty_like(data, dtype=dtype) if blank else data.to(dtype)
         shared = {id(t): t for t in chain(module.buffers(), module.parameters()) if not t.requires_grad}
 
         def replicate() -> nn.Module:
-            return copy.deepcopy(module, dict(shared))
+            replicas = {id(p): _replica(p, blank) for p in trainable.values()}
+            return copy.deepcopy(module, {**shared, **replicas})
 
         self._slots = [module, *(replicate() for _ in range(num_versions - 1))]
         self._parameters = [_trainable(slot) for slot in self._slots]
@@ -114,16 +118,36 @@ class WeightVersions:
         return [*([0] if self._predicts else []), *range(1, min(self.num_versions, self.newest + 1))]
 
     @torch.no_grad()
-    def restore(self, newest: int, masters: Mapping[str, Tensor], working: Sequence[Mapping[str, Tensor]]) -> None:
-        """masters: of all parameters, owned or not. working: versions, by how many updates before the newest."""
+    def restore(
+        self,
+        newest: int,
+        masters: Mapping[str, Tensor],
+        working: Sequence[Mapping[str, Tensor]],
+        keeps: bool = False,
+    ) -> None:
+        """masters: of all parameters, owned or not. working: versions, by how many updates before the newest. keeps:
+        the tensors, where they are what is wanted, and not copies of them."""
         self.newest = newest
+        kept: set[int] = set()
+
+        def put(parameter: nn.Parameter, weight: Tensor) -> None:
+            """A tensor is kept once: what else is to hold the same weights gets a copy."""
+            like = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
+            is_like = (weight.dtype, weight.device, weight.shape, weight.stride()) == like
+            if keeps and is_like and weight.data_ptr() not in kept:
+                kept.add(weight.data_ptr())
+                parameter.data = weight.detach()
+            else:
+                parameter.copy_(weight)
+
+        if self.separate_masters:
+            for name, master in self.masters.items():
+                put(master, masters[name])
         for lag, weights in enumerate(working):
             for name, parameter in self.parameters(newest - lag).items():
-                parameter.copy_(weights[name])
-        for name, master in self.masters.items():
-            if self.separate_masters:
-                master.copy_(masters[name])
-            else:
+                put(parameter, weights[name])
+        if not self.separate_masters:
+            for name, master in self.masters.items():
                 master.data = self.parameters(newest)[name].data
 
     def take_gradients(self, version: int) -> dict[str, Tensor]:
@@ -164,6 +188,10 @@ class _WithWeights(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         return functional_call(self._module, self._weights, (inputs,))
+
+
+def _replica(parameter: nn.Parameter, blank: bool) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter) if blank else parameter.detach().clone())
 
 
 @torch.no_grad()
