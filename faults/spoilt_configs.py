@@ -63,6 +63,8 @@ FITTING: dict[str, list[Any]] = {
     "pipeline.depth": ["minimum", "double"],
     "pipeline.sync_start_steps": [0, 1, 2, 3],
     "pipeline.layers_per_stage": [[], [1, 3], [2, 2], [1, 1, 2], [4]],
+    "pipeline.reshape": [[], ["1=4"], ["1=2", "2=1"], ["2=2x2"], ["1=1x4", "3=2/1,3"]],
+    "pipeline.processes": [2, 4, 6],
     "pipeline.transport": ["thread", "thread", "thread", "process"],
     "pipeline.shared_memory": [True, False],
     "optimizer.name": ["muon", "adamw", "torch.optim.SGD", "torch.optim.RMSprop", *RECIPES],
@@ -150,6 +152,7 @@ def _fitting_alone(dice: random.Random, folder: Path) -> Case:
 
 NEED_OTHERS = {
     *("pipeline.stages", "pipeline.microbatches", "pipeline.depth", "pipeline.layers_per_stage", "pipeline.schedule"),
+    *("pipeline.reshape", "pipeline.processes"),
     *(
         "optimizer.balance_rate",
         "train.compute_dtype",

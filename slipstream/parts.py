@@ -70,6 +70,7 @@ def check(config: Config) -> Parts:
         _check_memory(config, model)
         _check_optimizers(config, groups, model)
         sizes = _layers_per_stage(config, model)
+        _check_processes(config, model)
         plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
         learning_rate = _learning_rate(config)
     except ConfigError:
@@ -114,6 +115,17 @@ def _check_torchrun(config: Config) -> None:
         f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
         f"set pipeline.stages = {world_size}, or start {stages}"
     )
+
+
+def _check_processes(config: Config, model: ModelConfig) -> None:
+    """Every shape has a layer to a stage, and a microbatch to a replica."""
+    section = config.pipeline
+    most = (model.num_layers + 2) * section.microbatches * section.replicas
+    if num_processes(config) > most:
+        raise ConfigError(
+            f"pipeline.processes = {num_processes(config)} is more than any shape could use, {model.num_layers + 2} "
+            f"layers in {section.microbatches * section.replicas} replicas: use at most {most}"
+        )
 
 
 def _check_cuda(config: Config) -> None:

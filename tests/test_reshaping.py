@@ -135,6 +135,7 @@ def test_a_run_that_is_taken_up_again_has_the_shape_of_its_step(base):
     ({"pipeline__reshape": ("5=2/1,1",)}, "pipeline.reshape = '5=2/1,1' cannot be: pipeline.layers_per_stage = [1, 1]"),
     ({"pipeline__reshape": ("5=4",), "pipeline__processes": 3}, "pipeline.processes = 3 is less than the 4 that"),
     ({"pipeline__processes": 1}, "pipeline.processes = 1 is less than the 2 that"),
+    ({"pipeline__processes": 99}, "pipeline.processes = 99 is more than any shape could use, 4 layers in 4 replicas"),
     ({"pipeline__processes": 0}, "pipeline.processes = 0 is too small: use 1 or more"),
     ({"pipeline__reshape": ("5=4",), "pipeline__schedule": "pipedream"}, "pipeline.schedule = 'pipedream' keeps"),
     ({"pipeline__processes": 3, "pipeline__schedule": "paci", "optimizer__error_feedback": 0.0}, "= 'paci' keeps"),

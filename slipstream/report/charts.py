@@ -91,9 +91,17 @@ def _mean_utilisation(runs: Sequence[Run]) -> dict[str, Any]:
     for index, run in enumerate(runs):
         columns = list(run.metrics.group("utilisations").values())
         if columns:
-            lines.append(series(_label(runs, run, "measured"), index, run.metrics.steps, np.mean(columns, axis=0)))
+            lines.append(series(_label(runs, run, "measured"), index, run.metrics.steps, _known_mean(columns)))
         lines.append(_expected(run, index, _label(runs, run, "expected"), variant=1))
     return _chart("Utilisation since the pipeline filled, mean over stages", "", lines, NONE, percent=True)
+
+
+def _known_mean(columns: Sequence[Column]) -> Column:
+    """Over the stages that there were: a run may change their number on its way."""
+    known = np.isfinite(columns)
+    total = np.where(known, columns, 0.0).sum(axis=0)
+    mean: Column = np.divide(total, known.sum(axis=0), out=np.full_like(total, np.nan), where=known.any(axis=0))
+    return mean
 
 
 def _expected(run: Run, index: int, name: str, variant: int) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""Does a run end where the oracle does?
+
+    slipstream train --train.dtype float64 --optimizer.newton-schulz-dtype float64 --train.steps 20 --run.name exact
+    python experiments/oracle.py runs/exact
+
+Makes the steps of a run again in one process that knows no stages, replicas or messages (slipstream.reference_run), and
+prints the largest difference of a parameter between that and the run's newest checkpoint, relative to the parameter's
+largest entry. For two_bw and the synchronous schedules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream import reference_run
+from slipstream.checkpoint import Store
+from slipstream.config import ConfigError, load_toml, schedule_of
+from slipstream.loss import decoder_and_loss
+from slipstream.model import initialise
+from slipstream.parts import check
+
+
+def largest_difference(folder: Path) -> float:
+    config = load_toml(folder / "config.toml")
+    parts = check(config)
+    found = Store(folder / "checkpoints").newest(print)
+    if found is None or found.step != config.train.steps:
+        raise SystemExit(f"{folder} has no checkpoint of step {config.train.steps}: let it end first")
+    model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
+    model.to(getattr(torch, config.train.dtype))
+    initialise(model, parts.model, config.train.seed)
+    schedule = schedule_of(config)
+    expected, _ = reference_run(
+        model,
+        data=parts.batches,
+        loss=loss,
+        groups=parts.groups,
+        num_microbatches=config.pipeline.microbatches * config.pipeline.replicas,
+        num_steps=config.train.steps,
+        delays=[schedule.delay(0)],
+        sync_start_steps=schedule.sync_start_steps,
+        learning_rate=parts.learning_rate,
+        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+    )
+
+    def difference(name: str, weight: Tensor) -> float:
+        return float((found.read([f"master/{name}"])[f"master/{name}"] - weight).abs().max() / weight.abs().max())
+
+    return max(difference(name, weight) for name, weight in expected.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="+", help="folder of a run")
+    torch.set_num_threads(os.cpu_count() or 1)
+    for folder in parser.parse_args().run:
+        try:
+            print(f"{folder}: {largest_difference(folder):.1e}", flush=True)
+        except ConfigError as error:
+            raise SystemExit(f"{folder}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
