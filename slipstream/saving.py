@@ -104,6 +104,8 @@ class Saver:
         num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None
+        self._copies: Mapping[str, Tensor] = {}
+        """Of the state, from one checkpoint to the next: the writer's while it is busy."""
         self._is_owed = False
 
     def after(self, report: StepReport) -> None:
@@ -135,10 +137,14 @@ class Saver:
     def _save(self, step: int) -> None:
         if not self._is_writing:
             return
-        take = self._pipeline.snapshot()
+        if self._writer.is_busy:
+            self._writer.leave_out(step)
+            return
+        take = self._pipeline.snapshot(self._copies)
 
         def make() -> Part:
             state = take()
+            self._copies = state.tensors
             return Part(self._name, state.tensors, {**self._facts, "state": state.facts})
 
         if self._writer.submit(step, make):
