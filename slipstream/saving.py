@@ -93,7 +93,8 @@ class Saver:
         say: Callable[[str], None],
     ) -> None:
         is_sharded = config.optimizer.sharded and transport.num_replicas > 1
-        self._pipeline, self._every = pipeline, config.checkpoint.every_steps
+        self._pipeline: Pipeline | None = pipeline
+        self._every = config.checkpoint.every_steps
         self._at_end = config.checkpoint.at_end
         self._is_writing = transport.replica == 0 or is_sharded
         replica = f".replica-{transport.replica}" if is_sharded else ""
@@ -102,6 +103,8 @@ class Saver:
         num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None
+        self._copies: Mapping[str, Tensor] = {}
+        """Of the state, from one checkpoint to the next: the writer's while it is busy."""
         self._is_owed = False
 
     def after(self, report: StepReport) -> None:
@@ -124,11 +127,16 @@ class Saver:
 
     def finish(self, was_stopped: bool) -> None:
         """At the end of a run: what is still to be saved. The others may not be done with theirs."""
+        assert self._pipeline is not None, "this saver has retired"
         done = self._pipeline.versions.newest
         self._writer.wait()
         if (self._at_end or was_stopped) and self._latest != done:
             self._save(done)
         self.close()
+
+    def retire(self) -> None:
+        """Holds nothing of the pipeline any more; what is being written is written."""
+        self._pipeline, self._copies = None, {}
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -137,10 +145,16 @@ class Saver:
     def _save(self, step: int) -> None:
         if not self._is_writing:
             return
-        take = self._pipeline.snapshot()
+        if self._writer.is_busy:
+            self._writer.leave_out(step)
+            return
+        assert self._pipeline is not None, "this saver has retired"
+        take = self._pipeline.snapshot(self._copies)
 
         def make() -> Part:
             state = take()
+            if self._pipeline is not None:
+                self._copies = state.tensors
             return Part(self._name, state.tensors, {**self._facts, "state": state.facts})
 
         if self._writer.submit(step, make):

@@ -5,6 +5,7 @@ The trainer is a user of `Pipeline` and `launch` like any other.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -207,6 +208,7 @@ def train_process(crew: Crew, config: Config, beginning: Beginning, wishes: Wish
         pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, start)
         del start, state
         run.reshapes.append(reshaping.settle(turn))
+        gc.collect()  # the old pipeline refers to itself
     run.finish_writing()
 
 
@@ -279,6 +281,7 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
         seconds = metrics.close() if metrics else 0.0
     was_stopped = pipeline.executor.end != config.train.steps and pipeline.executor.stop_was_asked
     if pipeline.executor.end != config.train.steps and not was_stopped:
+        saver.retire()
         return pipeline.state()
     saver.finish(was_stopped)
     stages = _gather_stages(transport, pipeline, delays, config)

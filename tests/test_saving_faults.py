@@ -21,6 +21,8 @@ from slipstream.trainer import train
 class Written:
     """A writer that writes nothing."""
 
+    is_busy = False
+
     def __init__(self, *args: object) -> None:
         self.saved: list[int] = []
         self.left_out: list[int] = []
@@ -33,12 +35,23 @@ class Written:
         self.left_out.append(step)
 
 
-def steps_of(busy: set[int], asked: set[int], tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Written:
+def no_snapshot(into: object) -> None:
+    """Of a stage that has nothing to save."""
+
+
+def steps_of(
+    busy: set[int],
+    asked: set[int],
+    tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: Written | None = None,
+    snapshot: Any = no_snapshot,
+) -> Written:
     """every = 2, eight updates; busy and asked: after which."""
-    writer = Written()
+    writer = writer or Written()
     monkeypatch.setattr("slipstream.saving.Writer", lambda *args: writer)
     transport: Any = SimpleNamespace(stage=0, replica=0, num_stages=2, num_replicas=1)
-    pipeline: Any = SimpleNamespace(snapshot=lambda: None)
+    pipeline: Any = SimpleNamespace(snapshot=snapshot)
     model: Any = SimpleNamespace(sequence_length=16)
     saver = Saver(changed(tiny, checkpoint__every_steps=2), model, transport, pipeline, Store(Path("none")), print)
     for step in range(8):
@@ -50,6 +63,14 @@ def test_a_process_that_is_free_leaves_out_what_another_is_too_busy_for(tiny, mo
     """Were each to go by itself, those that are busy in turns would never complete a checkpoint."""
     writer = steps_of({3, 4, 5}, set(), tiny, monkeypatch)
     assert writer.saved == [2, 6, 8] and writer.left_out == [4]
+
+
+def test_copies_that_are_still_being_written_are_not_overwritten(tiny, monkeypatch):
+    """Whether somebody is busy was asked when the batch ended, and a report may be older than that."""
+    writer = Written()
+    writer.is_busy = True
+    steps_of(set(), set(), tiny, monkeypatch, writer, snapshot=lambda into: pytest.fail("a copy was made"))
+    assert writer.saved == [] and writer.left_out == [2, 4, 6, 8]
 
 
 def test_a_save_that_was_asked_for_is_made_up_for(tiny, monkeypatch):

@@ -25,7 +25,7 @@ from .link import Message, PeerLost
 from .partition import Tied
 from .reduction import Finished, Reducer, Requests, Sums
 from .sharding import gather_masters, share
-from .staging import to_host
+from .staging import copy_to_host
 from .streams import Event, Streams
 from .update import Updater
 from .versions import WeightVersions
@@ -255,20 +255,16 @@ class Executor:
         elif action.op is Op.BACKWARD and not self._is_last:
             self._transport.backward_in.expect(_kind(action))
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Begins to copy them to the host, beside whatever comes next. What is returned waits for the copies."""
-        if self._device.type != "cuda":
-            # In order of their indices: a file has no strides, and some optimizers keep transposed matrices.
-            order = torch.contiguous_format
-            copies = {name: tensor.detach().clone(memory_format=order) for name, tensor in tensors.items()}
-            return lambda: copies
+    def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begins to copy them to the host, beside whatever comes next. What is returned waits for the copies.
+        into: earlier ones, to be overwritten where they fit."""
         with self._streams.copying():
-            copies = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
+            copies = {name: copy_to_host(tensor.detach(), into.get(name)) for name, tensor in tensors.items()}
             done = self._copied = self._streams.now()
 
         def take() -> dict[str, Tensor]:
-            assert done is not None
-            done.synchronize()
+            if done is not None:
+                done.synchronize()
             return copies
 
         return take

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -256,10 +256,11 @@ class Pipeline:
             tensors[f"products/{self.transport.stage}.{self.transport.replica}"] = self.updater.products
         return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
 
-    def snapshot(self) -> Callable[[], StageState]:
-        """Begins to copy the state to the host, beside whatever comes next. What is returned waits for the copies."""
+    def snapshot(self, into: Mapping[str, Tensor] | None = None) -> Callable[[], StageState]:
+        """Begins to copy the state to the host, beside whatever comes next. What is returned waits for the copies.
+        into: the tensors of an earlier snapshot that nobody needs any more, to be overwritten."""
         state = self.state()
-        copies = self.executor.copy(state.tensors)
+        copies = self.executor.copy(state.tensors, into or {})
         return lambda: replace(state, tensors=copies())
 
     def _restore(self, start: StageState) -> None:

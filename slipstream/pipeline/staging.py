@@ -65,7 +65,16 @@ class StagedLink(Link):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """In pinned memory, once the device has come so far."""
+    """In pinned memory, once the device has come so far. In order of its indices: a file has no strides, and some
+    optimizers keep transposed matrices."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def copy_to_host(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """Likewise, into an earlier copy if there is one that fits: fresh memory costs a CPU several times what copying
+    does, for the system hands it out page by page, and zeroed."""
+    if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        return to_host(tensor)
+    return kept.copy_(tensor, non_blocking=True)

@@ -241,6 +241,36 @@ def test_a_stop_that_one_process_asks_for_ends_all_after_the_same_update(stages,
         assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
+def test_a_snapshot_overwrites_the_copies_it_is_given_where_they_fit():
+    task = network()
+
+    def worker(transport: Transport) -> None:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(task.model),
+            data=task.data,
+            loss=task.loss,
+            optimizer=partial(torch.optim.AdamW, lr=0.01),
+            num_microbatches=2,
+            num_steps=4,
+        )
+        kept: dict[str, Tensor] = {}
+        for _ in pipeline.run():
+            fresh, again = pipeline.snapshot()().tensors, pipeline.snapshot(kept)().tensors
+            assert fresh.keys() == again.keys()
+            assert all(torch.equal(fresh[name], tensor) for name, tensor in again.items())
+            assert all(again[name] is tensor for name, tensor in kept.items() if name != "another")
+            name = min(again)
+            kept = {**again, "another": torch.zeros(1)}
+            kept[name] = torch.zeros(2, 3, 5)
+            odd = pipeline.snapshot(kept)().tensors
+            assert odd[name].shape == fresh[name].shape and "another" not in odd
+            kept = dict(odd)
+        assert kept
+
+    launch(worker, 2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+
+
 def test_a_save_that_one_process_asks_for_is_reported_to_all_after_the_same_update():
     """And so is it that some are still busy with the one before."""
     task = network()
