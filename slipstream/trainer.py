@@ -6,14 +6,10 @@ The trainer is a user of `Pipeline` and `launch` like any other.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
-import math
 import os
-import resource
 import secrets
 import shutil
-import statistics
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,9 +23,8 @@ from torch import nn
 
 from .checkpoint import Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
-from .expectation import Expectation
 from .loss import decoder_and_loss
-from .metrics import Metrics, Screen, draw_losses, finite
+from .metrics import Metrics, Screen
 from .model import initialise, num_parameters
 from .parts import Parts, check, recomputed_layers
 from .pipeline import (
@@ -43,18 +38,11 @@ from .pipeline import (
     launch_crew,
     under_torchrun,
 )
-from .pipeline.clock import Activity, Span
-from .pipeline.comm import gather_objects
 from .reshaping import Commands, Reshaping, check_moments
 from .saving import SIGNALS, Saver, Wishes, checkpoint_store, newest, state_of, sync_start_steps
-from .schedule import Action, Schedule
-from .schedule.render import svg
 from .shape import COMMAND_NAME, Shape, moments, next_moment, num_processes, shape_at
 from .status import status_file
-from .trace import TraceError, chrome_trace, measured_timeline, steady_window
-
-NUM_LAST_ACTIONS = 40
-"""Spans that a stage leaves behind when the run fails."""
+from .summary import gather_stages, leave_actions, leave_behind, summarise
 
 
 def run_folder(config: Config) -> Path:
@@ -275,7 +263,7 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
                     metrics.evaluation(report)
     except Exception as error:
         with suppress(OSError):
-            _leave_actions(folder, transport, pipeline, error)
+            leave_actions(folder, transport, pipeline, error)
         raise
     finally:
         seconds = metrics.close() if metrics else 0.0
@@ -284,10 +272,11 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
         saver.retire()
         return pipeline.state()
     saver.finish(was_stopped)
-    stages = _gather_stages(transport, pipeline, delays, config)
+    stages = gather_stages(transport, pipeline, delays, config)
     if metrics:
-        summary = _summary(run, config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
-        _leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
+        summary = summarise(config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
+        summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
+        leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
     if was_stopped:
         _say_where_it_stopped(transport, run.store, pipeline.versions.newest, device, screen.print if metrics else None)
     return None
@@ -306,24 +295,6 @@ def _say_where_it_stopped(
         newest_step = f"the newest is of step {steps[-1]}" if steps else "there is no other"
         raise PipelineError(transport.fail(f"stopped after step {step}, which has no checkpoint: {newest_step}"))
     say(f"stopped after step {step}, and saved: go on with --checkpoint.resume")
-
-
-def _leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error: Exception) -> None:
-    """What this stage was at last, beside the one sentence that all stages agree on."""
-    replica = f".replica-{transport.replica}" if transport.num_replicas > 1 else ""
-    spans = sorted(pipeline.executor.clock.latest, key=lambda span: span.end)[-NUM_LAST_ACTIONS:]
-    lines = [
-        f"stage {transport.stage} of replica {transport.replica}, process {os.getpid()}",
-        f"{type(error).__name__}: {error}",
-        f"updates made: {pipeline.versions.newest}; at: {pipeline.executor.action}",
-        "",
-        "   start s       end s  activity          action",
-    ]
-    for span in spans:
-        beside = " (in the background)" if span.in_background else ""
-        activity = span.activity.name.lower()
-        lines.append(f"{span.start:10.4f}  {span.end:10.4f}  {activity:<16}  {span.action}{beside}")
-    (folder / f"stage-{transport.stage}{replica}.actions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def make_pipeline(
@@ -384,134 +355,3 @@ def make_pipeline(
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def _gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:
-    """What every stage knows of itself, on every stage."""
-    executor, schedule = pipeline.executor, pipeline.schedule
-    hashes = {
-        name: hashlib.sha256(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
-        for name, weight in pipeline.weights().items()
-        if name not in pipeline.tied or pipeline.tied[name].name == name  # a tied weight is one weight
-    }
-    num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
-    late = delays[num_early:]  # the first have nothing to be late for
-    clock = executor.clock
-    own = {
-        "utilisation": clock.split().utilisation,
-        "time_split": clock.split().shares()._asdict(),
-        "overhead": clock.split().other / clock.num_actions if clock.num_actions else math.nan,
-        "background_update": clock.background_seconds / clock.num_background_updates
-        if clock.num_background_updates
-        else 0.0,
-        "delays": sorted(set(late or delays)),
-        "versions": executor.peak_versions,
-        "in_flight": executor.peak_in_flight,
-        "memory": _peak_memory(torch.device(config.train.device)),
-        "parameters": hashes,
-        "started_at": clock.started_at,
-        "spans": _latest(list(clock.spans), config.run.trace_actions),
-    }
-    parts = gather_objects(transport, json.dumps(own).encode(), lambda: "the other stages' summaries")
-    return [json.loads(part) for part in parts]
-
-
-def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
-    """The latest actions, and the waits between them."""
-    places = [i for i, span in enumerate(spans) if span.activity.is_compute]
-    first = places[-num_actions] if len(places) >= num_actions > 0 else 0 if num_actions else len(spans)
-    return [(str(span.action), int(span.activity), *span[2:]) for span in spans[first:]]
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _summary(
-    run: Run,
-    config: Config,
-    parts: Parts,
-    stages: list[dict[str, Any]],
-    losses: list[float],
-    val_loss: float | None,
-    seconds: float,
-    expectation: Expectation | None,
-    pipeline: Pipeline,
-) -> dict[str, Any]:
-    first_step, end = pipeline.schedule.first_step, pipeline.executor.end or 0
-    parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
-    checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
-    utilisations = [stage["utilisation"] for stage in stages]
-    # A run that was killed after its last update has none left to make, and owes this summary alone.
-    delays = [delay for stage in stages for delay in stage["delays"]] or [0]
-    tokens = parts.batches.num_tokens(0) * (end - first_step)
-    tail = losses[-max(1, len(losses) // 20) :]
-    return {
-        "schedule": config.pipeline.schedule,
-        "stages": config.pipeline.stages,
-        "replicas": config.pipeline.replicas,
-        "layers_per_stage": parts.layers_per_stage,
-        "microbatches": config.pipeline.microbatches,
-        "steps": end,
-        "resumed_at": first_step or None,
-        "reshapes": run.reshapes,
-        "parameters": num_parameters(parts.model),
-        "tokens": tokens,
-        "first_loss": losses[0],
-        "last_loss": statistics.fmean(tail),
-        "val_loss": val_loss,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "utilisation": {"per_stage": utilisations, "mean": statistics.fmean(utilisations)},
-        "expected_utilisation": expectation
-        and {"per_stage": expectation.expected_by_stage, "mean": expectation.expected},
-        "time_split": [stage["time_split"] for stage in stages],
-        "background_update_seconds": [stage["background_update"] for stage in stages],
-        "executor_microseconds_per_action": [1e6 * stage["overhead"] for stage in stages],
-        "delay": {"min": min(delays), "max": max(delays)},
-        "live_weight_versions": max(stage["versions"] for stage in stages),
-        "microbatches_in_flight": [stage["in_flight"] for stage in stages],
-        "peak_memory_bytes": [stage["memory"] for stage in stages],
-        "parameter_checksum": checksum,
-        "torch": torch.__version__,
-        "config": asdict(run.config),
-    }
-
-
-def _leave_behind(
-    folder: Path,
-    schedule: Schedule,
-    summary: dict[str, Any],
-    stages: list[dict[str, Any]],
-    expectation: Expectation | None,
-    screen: Screen,
-) -> None:
-    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-    spans = [
-        [Span(Action.parse(text), Activity(activity), *rest) for text, activity, *rest in stage["spans"]]
-        for stage in stages
-    ]
-    trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
-    (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
-    with suppress(TraceError):  # of a run too short to have a steady state
-        timeline = measured_timeline(trace, steady_window(trace))
-        title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
-        (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")
-    draw_losses(folder)
-    per_stage = ", ".join("-" if math.isnan(u) else f"{u:.3f}" for u in summary["utilisation"]["per_stage"])
-    lines = [
-        f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
-        + ("" if summary["val_loss"] is None else f", validation loss {summary['val_loss']:.4f}"),
-        f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s: {summary['tokens_per_second']:,.0f} tokens/s",
-        f"utilisation per stage in the steady state: {per_stage}",
-        *([f"over the last steps: {expectation}"] if expectation else []),
-        f"delay {summary['delay']['min']} to {summary['delay']['max']}, "
-        f"{summary['live_weight_versions']} live weight versions",
-        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}",
-        f"as a page: slipstream report {folder}",
-    ]
-    screen.print("\n".join(lines))

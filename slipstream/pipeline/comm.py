@@ -240,7 +240,7 @@ class ReplicaExchange(Exchange):
     ) -> None:
         """receives: whether the replicas that do not own a bucket are those that get it."""
         self._transport, self._buckets, self._receives = transport, buckets, receives
-        self._works = [_present(start(bucket)) for bucket in buckets]
+        self._works = [present(start(bucket)) for bucket in buckets]
 
     def wait(self, waiting: Waiting) -> None:
         for work in self._works:
@@ -452,7 +452,7 @@ class ProcessTransport(Transport):
         if backend == "gloo" and tensor.is_cuda:
             tensor = on_host(tensor)
         gathered = [torch.empty_like(tensor) for _ in stages]
-        work = _present(dist.all_gather(gathered, tensor, group=group, async_op=True))
+        work = present(dist.all_gather(gathered, tensor, group=group, async_op=True))
         return ProcessGathering(self, work, tensor, gathered, device)
 
     def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None) -> None:
@@ -484,7 +484,7 @@ class ProcessTransport(Transport):
             self._sharing = self._group_of_replicas()
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
-        group = _present(self._sharing if aside else self._replicas)
+        group = present(self._sharing if aside else self._replicas)
 
         def start(bucket: Bucket) -> Any:
             assert bucket.owner is not None
@@ -525,7 +525,7 @@ def read_failure(store: dist.Store) -> str | None:
         return "the process that keeps the store is gone"
 
 
-def _present(value: Any) -> Any:
+def present(value: Any) -> Any:
     """torch types these calls as returning None for ranks outside the group; ours are always inside."""
     assert value is not None
     return value

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import Mesh, ProcessTransport, Transport, leave_failure, on_host, read_failure
+from .comm import Mesh, ProcessTransport, Transport, leave_failure, on_host, present, read_failure
 from .link import PeerLost, Waiting
 from .state import StageState, merge_facts
 from .threads import ThreadTransport, ThreadWorld
@@ -142,11 +142,11 @@ class Crew(ABC):
         num_bytes = 0
         with self._moving(key):
             for name, place in sorted(places.items()):
-                targets = [target for target in destinations(name) if target != place.rank]
+                targets = destinations(name)
                 if place.rank == self.rank:
-                    if targets:
-                        self._send(name, kept[name], targets)
-                    if self.rank in destinations(name):
+                    if others := [target for target in targets if target != self.rank]:
+                        self._send(name, kept[name], others)
+                    if self.rank in targets:
                         tensors[name] = kept[name]
                 elif self.rank in targets:
                     tensors[name] = self._receive(name, place)
@@ -169,12 +169,14 @@ class Crew(ABC):
         self.store.set(f"{key}/{self.rank}", json.dumps([own.step, tensors, own.facts]))
         together = None
         if self.rank == 0:
-            words = [self.hear(f"{key}/{r}", lambda r=r: f"the inventory of process {r}") for r in range(self.size)]  # type: ignore[misc]
-            found = [json.loads(word) for word in words]
+            found = [json.loads(self._hear_inventory(key, rank)) for rank in range(self.size)]
             places = {name: [r, *spec] for r, (_, specs, _) in enumerate(found) for name, spec in specs.items()}
             together = json.dumps([max(step for step, *_ in found), places, merge_facts(facts for *_, facts in found)])
         step, specs, facts = json.loads(self.as_first(key, together))
         return step, {name: Place(rank, dtype, tuple(shape)) for name, (rank, dtype, shape) in specs.items()}, facts
+
+    def _hear_inventory(self, key: str, rank: int) -> str:
+        return self.hear(f"{key}/{rank}", lambda: f"the inventory of process {rank}")
 
     @abstractmethod
     @contextmanager
@@ -246,12 +248,12 @@ class ProcessCrew(Crew):
 
     def _send(self, name: str, tensor: Tensor, targets: Sequence[int]) -> None:
         flat = _as_bytes(on_host(tensor.detach()) if tensor.is_cuda else tensor.detach())
-        self._under_way += [(_present(dist.isend(flat, target)), flat) for target in targets]
+        self._under_way += [(present(dist.isend(flat, target)), flat) for target in targets]
 
     def _receive(self, name: str, place: Place) -> Tensor:
         tensor = place.empty()
         flat = _as_bytes(tensor)
-        self._under_way.append((_present(dist.irecv(flat, place.rank)), flat))
+        self._under_way.append((present(dist.irecv(flat, place.rank)), flat))
         return tensor
 
 
@@ -318,9 +320,3 @@ class ThreadCrew(Crew):
 def _as_bytes(tensor: Tensor) -> Tensor:
     """What is received into it is in the tensor: it must be contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _present(work: dist.Work | None) -> dist.Work:
-    """torch types these calls as returning None for ranks outside the group; ours are always inside."""
-    assert work is not None
-    return work

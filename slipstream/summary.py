@@ -1,0 +1,178 @@
+"""What a run leaves behind when it ends: summary.json, trace.json and a picture of it. And when it fails: what each
+stage was at."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import resource
+import statistics
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import Config
+from .expectation import Expectation
+from .metrics import Screen, draw_losses, finite
+from .model import num_parameters
+from .parts import Parts
+from .pipeline import Pipeline, Transport
+from .pipeline.clock import Activity, Span
+from .pipeline.comm import gather_objects
+from .schedule import Action, Schedule
+from .schedule.render import svg
+from .trace import TraceError, chrome_trace, measured_timeline, steady_window
+
+NUM_LAST_ACTIONS = 40
+"""Spans that a stage leaves behind when the run fails."""
+
+
+def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:
+    """What every stage knows of itself, on every stage."""
+    executor, schedule = pipeline.executor, pipeline.schedule
+    hashes = {
+        name: hashlib.sha256(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+        for name, weight in pipeline.weights().items()
+        if name not in pipeline.tied or pipeline.tied[name].name == name  # a tied weight is one weight
+    }
+    num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
+    late = delays[num_early:]  # the first have nothing to be late for
+    clock = executor.clock
+    own = {
+        "utilisation": clock.split().utilisation,
+        "time_split": clock.split().shares()._asdict(),
+        "overhead": clock.split().other / clock.num_actions if clock.num_actions else math.nan,
+        "background_update": clock.background_seconds / clock.num_background_updates
+        if clock.num_background_updates
+        else 0.0,
+        "delays": sorted(set(late or delays)),
+        "versions": executor.peak_versions,
+        "in_flight": executor.peak_in_flight,
+        "memory": _peak_memory(torch.device(config.train.device)),
+        "parameters": hashes,
+        "started_at": clock.started_at,
+        "spans": _latest(list(clock.spans), config.run.trace_actions),
+    }
+    parts = gather_objects(transport, json.dumps(own).encode(), lambda: "the other stages' summaries")
+    return [json.loads(part) for part in parts]
+
+
+def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
+    """The latest actions, and the waits between them."""
+    places = [i for i, span in enumerate(spans) if span.activity.is_compute]
+    first = places[-num_actions] if len(places) >= num_actions > 0 else 0 if num_actions else len(spans)
+    return [(str(span.action), int(span.activity), *span[2:]) for span in spans[first:]]
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the device's allocator, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def summarise(
+    config: Config,
+    parts: Parts,
+    stages: list[dict[str, Any]],
+    losses: list[float],
+    val_loss: float | None,
+    seconds: float,
+    expectation: Expectation | None,
+    pipeline: Pipeline,
+) -> dict[str, Any]:
+    first_step, end = pipeline.schedule.first_step, pipeline.executor.end or 0
+    parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
+    checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
+    utilisations = [stage["utilisation"] for stage in stages]
+    # A run that was killed after its last update has none left to make, and owes this summary alone.
+    delays = [delay for stage in stages for delay in stage["delays"]] or [0]
+    tokens = parts.batches.num_tokens(0) * (end - first_step)
+    tail = losses[-max(1, len(losses) // 20) :]
+    return {
+        "schedule": config.pipeline.schedule,
+        "stages": config.pipeline.stages,
+        "replicas": config.pipeline.replicas,
+        "layers_per_stage": parts.layers_per_stage,
+        "microbatches": config.pipeline.microbatches,
+        "steps": end,
+        "resumed_at": first_step or None,
+        "parameters": num_parameters(parts.model),
+        "tokens": tokens,
+        "first_loss": losses[0],
+        "last_loss": statistics.fmean(tail),
+        "val_loss": val_loss,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "utilisation": {"per_stage": utilisations, "mean": statistics.fmean(utilisations)},
+        "expected_utilisation": expectation
+        and {"per_stage": expectation.expected_by_stage, "mean": expectation.expected},
+        "time_split": [stage["time_split"] for stage in stages],
+        "background_update_seconds": [stage["background_update"] for stage in stages],
+        "executor_microseconds_per_action": [1e6 * stage["overhead"] for stage in stages],
+        "delay": {"min": min(delays), "max": max(delays)},
+        "live_weight_versions": max(stage["versions"] for stage in stages),
+        "microbatches_in_flight": [stage["in_flight"] for stage in stages],
+        "peak_memory_bytes": [stage["memory"] for stage in stages],
+        "parameter_checksum": checksum,
+        "torch": torch.__version__,
+    }
+
+
+def leave_behind(
+    folder: Path,
+    schedule: Schedule,
+    summary: dict[str, Any],
+    stages: list[dict[str, Any]],
+    expectation: Expectation | None,
+    screen: Screen,
+) -> None:
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
+    spans = [
+        [Span(Action.parse(text), Activity(activity), *rest) for text, activity, *rest in stage["spans"]]
+        for stage in stages
+    ]
+    trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
+    (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    with suppress(TraceError):  # of a run too short to have a steady state
+        timeline = measured_timeline(trace, steady_window(trace))
+        title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
+        (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")
+    draw_losses(folder)
+    per_stage = ", ".join("-" if math.isnan(u) else f"{u:.3f}" for u in summary["utilisation"]["per_stage"])
+    lines = [
+        f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
+        + ("" if summary["val_loss"] is None else f", validation loss {summary['val_loss']:.4f}"),
+        f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s: {summary['tokens_per_second']:,.0f} tokens/s",
+        f"utilisation per stage in the steady state: {per_stage}",
+        *([f"over the last steps: {expectation}"] if expectation else []),
+        f"delay {summary['delay']['min']} to {summary['delay']['max']}, "
+        f"{summary['live_weight_versions']} live weight versions",
+        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}",
+        f"as a page: slipstream report {folder}",
+    ]
+    screen.print("\n".join(lines))
+
+
+def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error: Exception) -> None:
+    """What this stage was at last, beside the one sentence that all stages agree on."""
+    replica = f".replica-{transport.replica}" if transport.num_replicas > 1 else ""
+    spans = sorted(pipeline.executor.clock.latest, key=lambda span: span.end)[-NUM_LAST_ACTIONS:]
+    lines = [
+        f"stage {transport.stage} of replica {transport.replica}, process {os.getpid()}",
+        f"{type(error).__name__}: {error}",
+        f"updates made: {pipeline.versions.newest}; at: {pipeline.executor.action}",
+        "",
+        "   start s       end s  activity          action",
+    ]
+    for span in spans:
+        beside = " (in the background)" if span.in_background else ""
+        activity = span.activity.name.lower()
+        lines.append(f"{span.start:10.4f}  {span.end:10.4f}  {activity:<16}  {span.action}{beside}")
+    (folder / f"stage-{transport.stage}{replica}.actions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
