@@ -10,10 +10,10 @@ train: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest
 
-# Kills, stops and damage, on purpose: some twenty minutes on two cores.
+# Kills, stops and damage, on purpose: some forty minutes on two cores.
 test-faults: .venv/.installed
 	$(BIN)/python -m faults.kills --kills 50
-	$(BIN)/python -m faults.kills --torchrun --kills 6
+	$(BIN)/python -m faults.kills --torchrun --kills 50
 	$(BIN)/python -m faults.others
 
 test-fuzz: .venv/.installed

@@ -233,16 +233,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults.kills", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="in all (default 50)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--torchrun", action="store_true", help="under torchrun --max-restarts, four stages")
+    parser.add_argument("--torchrun", action="store_true", help="which starts all stages again after every kill")
     parser.add_argument("--folder", type=Path, help="to keep what the runs leave behind")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         folder = given.folder or Path(temporary)
-        shapes = {Shape(): given.kills}
-        if not given.torchrun:  # part of them with replicas, which share the optimizer or do not
-            part = given.kills // 5
-            replicated = Shape(stages=2, replicas=2)
-            shapes = {Shape(): given.kills - 2 * part, replicated: part, replace(replicated, sharded=True): part}
+        part, replicated = given.kills // 5, Shape(stages=2, replicas=2)  # which share the optimizer or do not
+        shapes = {Shape(): given.kills - 2 * part, replicated: part, replace(replicated, sharded=True): part}
         lines, is_fine = [], True
         for planned, num_kills in shapes.items():
             if not num_kills:
