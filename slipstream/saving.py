@@ -49,9 +49,14 @@ class Wishes:
         self._seconds = 60 * every_minutes
         self._saved_at = time.monotonic()
         self._save = self._stop = False
+        self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                signal.signal(number, self._hear)
+            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+
+    def close(self) -> None:
+        """Signals mean what they meant before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._save = True

@@ -79,26 +79,27 @@ def train(config: Config) -> None:
             f"writing {folder}"
         )
     is_threaded = config.pipeline.transport == "thread"
+    # Only a main thread is told of signals.
+    wishes = Wishes(config.checkpoint.every_minutes) if is_threaded else None
+    beginning = Beginning(secrets.token_hex(8), None if found is None else found.step, is_over)
     shape = Shape.of(config)
     is_fixed = num_processes(config) == shape.size and not moments(config)
-    launch_crew(
-        partial(
-            train_process,
-            config=config,
-            beginning=Beginning(secrets.token_hex(8), None if found is None else found.step, is_over),
-            # Only a main thread is told of signals.
-            wishes=Wishes(config.checkpoint.every_minutes) if is_threaded else None,
-        ),
-        num_processes(config),
-        mesh=shape.mesh(config) if is_fixed else None,
-        threads=is_threaded,
-        device=config.train.device,
-        timeout_seconds=config.pipeline.timeout_seconds,
-        shared_memory=config.pipeline.shared_memory,
-        backend=config.pipeline.backend,
-        start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
-        forwarded=SIGNALS,
-    )
+    try:
+        launch_crew(
+            partial(train_process, config=config, beginning=beginning, wishes=wishes),
+            num_processes(config),
+            mesh=shape.mesh(config) if is_fixed else None,
+            threads=is_threaded,
+            device=config.train.device,
+            timeout_seconds=config.pipeline.timeout_seconds,
+            shared_memory=config.pipeline.shared_memory,
+            backend=config.pipeline.backend,
+            start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
+            forwarded=SIGNALS,
+        )
+    finally:
+        if wishes is not None:
+            wishes.close()
 
 
 @dataclass(frozen=True)

@@ -585,7 +585,7 @@ def test_prepare_refuses_what_it_cannot_turn_into_shards(tmp_path: Path) -> None
         prepare(empty, "gpt2", tmp_path / "out" / "mix")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_sidecar_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "web.bin").write_bytes(bytes(100))
     os.mkfifo(tmp_path / "web.json")

@@ -15,10 +15,10 @@ from faults.runs import Shape, differences, undisturbed
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
 ]
 
-SHAPE = Shape(stages=2, steps=15, every=3, timeout_seconds=20.0)
+SHAPE = Shape(stages=2, steps=15, every=3, timeout_seconds=60.0)
 
 
 @pytest.fixture(scope="module")

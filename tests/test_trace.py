@@ -128,7 +128,7 @@ def test_an_event_that_says_nothing_is_one_sentence(trace, tmp_path, capsys, key
     assert "trace.json is no trace that slipstream train wrote: run it again" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_pipe_is_not_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "trace.json")
     assert run(["timeline", str(tmp_path)]) == 2

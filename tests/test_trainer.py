@@ -236,7 +236,7 @@ def test_no_stage_ever_holds_more_than_its_own_layers(tied, schedule, copies, ti
     with torch.device("meta"):
         whole = decoder(parts.model)
     num_bytes = 4 * num_parameters(parts.model)
-    for stage, (kept, peak) in enumerate(launch(worker, 8, threads=True, timeout_seconds=30.0)):
+    for stage, (kept, peak) in enumerate(launch(worker, 8, threads=True, timeout_seconds=60.0)):
         own = [4 * p.numel() for p in whole[2 * stage : 2 * stage + 2].parameters()]
         tables = 4 * sum(buffer.numel() for buffer in whole[2 * stage : 2 * stage + 2].buffers())
         # Beside its weights what the update is accounted in, and its copy of a tied one until the other stage takes it.
@@ -264,7 +264,7 @@ def test_the_configuration_decides_whether_stages_are_compiled(tiny, monkeypatch
             versions = make_pipeline(transport, config, parts).versions
             return [getattr(module, "asked", None) for module in (versions.module(0), versions.master_module())]
 
-        return [answer for stage in launch(worker, 2, threads=True, timeout_seconds=30.0) for answer in stage]
+        return [answer for stage in launch(worker, 2, threads=True, timeout_seconds=60.0) for answer in stage]
 
     assert ask() == [None] * 4
     assert ask(train__compile=True) == [([], "inductor")] * 4

@@ -131,6 +131,7 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
             done[name] = steps
             progress.update(total, completed=sum(done.values()), description=f"{name} {word}")
 
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(num_jobs, context, initializer=_start_worker, initargs=(messages, threads))
     try:
         with progress:
@@ -156,7 +157,8 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
-            process.terminate()
+            if process not in others:
+                process.kill()  # not by SIGTERM, which whoever calls this may hear, and then its forks do too
     return failures
 
 

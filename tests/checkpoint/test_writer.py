@@ -115,6 +115,6 @@ def test_waiting_for_nothing_returns_and_a_closed_writer_takes_nothing(store, sa
     writer.wait()
     writer.close()
     writer.close()
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 20
     with pytest.raises(RuntimeError, match="this writer is closed"):
         writer.submit(1, no_damage)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from slipstream import EvaluationReport, Group, Pipeline, StepReport, launch, reference_run
 from slipstream.model import ModelConfig, decoder, initialise, next_token_loss
+from slipstream.pipeline import Requests
 from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.partition import partition
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
+"""Of what takes a second or two where nothing else runs."""
 
 forks = pytest.mark.skipif(
     torch.cuda.is_available(), reason="autograd has started its CUDA threads here, and a process with those cannot fork"
@@ -82,6 +84,82 @@ def language_model(tied: bool, num_layers: int = 3, **experts: int) -> Task:
 
 
 @dataclass(frozen=True)
+class Rank:
+    """What one process or thread came to."""
+
+    replica: int
+    stage: int
+    weights: dict[str, Tensor]
+    reports: list[StepReport | EvaluationReport]
+    seen: dict[int, Any]
+    """What `look` returned, by the number of updates made."""
+
+    @property
+    def steps(self) -> list[StepReport]:
+        return [report for report in self.reports if isinstance(report, StepReport)]
+
+    @property
+    def evaluations(self) -> list[float | None]:
+        return [report.loss for report in self.reports if isinstance(report, EvaluationReport)]
+
+    @property
+    def last_seen(self) -> Any:
+        return self.seen[max(self.seen)]
+
+
+def run_ranks(
+    task: Task,
+    num_stages: int,
+    optimizer: Any,
+    num_replicas: int = 1,
+    *,
+    threads: bool = True,
+    shared_memory: bool = True,
+    placement: str = "pipeline",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    requests: Callable[[Transport], Callable[[], Requests]] | None = None,
+    look: Callable[[Pipeline], Any] = lambda pipeline: None,
+    **options: Any,
+) -> list[Rank]:
+    """Runs it and returns every rank. requests: of each rank its own. look: called after every update."""
+    base = task.model  # copied by every stage: a model cannot be built in several threads from one global seed
+
+    def worker(transport: Transport) -> Rank:
+        pipeline = Pipeline(
+            transport,
+            copy.deepcopy(base),
+            data=task.data,
+            loss=task.loss,
+            optimizer=optimizer,
+            requests=requests(transport) if requests else None,
+            **options,
+        )
+        reports, seen = [], {}
+        for report in pipeline.run():
+            reports.append(report)
+            if isinstance(report, StepReport):
+                seen[report.step + 1] = look(pipeline)
+        weights = {name: weight.clone() for name, weight in pipeline.weights().items()}
+        return Rank(transport.replica, transport.stage, weights, reports, seen)
+
+    # Forked: the workers are closures, and conftest keeps this process to one thread.
+    return launch(
+        worker,
+        num_stages,
+        num_replicas=num_replicas,
+        placement=placement,
+        threads=threads,
+        timeout_seconds=timeout_seconds,
+        shared_memory=shared_memory,
+        start_method="fork",
+    )
+
+
+def all_weights(ranks: Sequence[Rank]) -> dict[str, Tensor]:
+    return {name: weight for rank in ranks for name, weight in rank.weights.items()}
+
+
+@dataclass(frozen=True)
 class Outcome:
     weights: dict[str, Tensor]
     """Of all stages."""
@@ -91,41 +169,10 @@ class Outcome:
     """Of the last stage."""
 
 
-def run_pipeline(
-    task: Task,
-    num_stages: int,
-    groups: Sequence[Group],
-    threads: bool = True,
-    shared_memory: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    **options: Any,
-) -> Outcome:
-    base = task.model  # copied by every stage: a model cannot be built in several threads from one global seed
-
-    def worker(transport: Transport) -> tuple[dict[str, Tensor], list[StepReport], list[float | None]]:
-        pipeline = Pipeline(
-            transport, copy.deepcopy(base), data=task.data, loss=task.loss, optimizer=list(groups), **options
-        )
-        reports = list(pipeline.run())
-        return (
-            {name: weight.clone() for name, weight in pipeline.weights().items()},
-            [report for report in reports if isinstance(report, StepReport)],
-            [report.loss for report in reports if isinstance(report, EvaluationReport)],
-        )
-
-    # Forked: the workers are closures, and conftest keeps this process to one thread.
-    stages = launch(
-        worker,
-        num_stages,
-        threads=threads,
-        timeout_seconds=timeout_seconds,
-        shared_memory=shared_memory,
-        start_method="fork",
-    )
-    weights: dict[str, Tensor] = {}
-    for stage, _, _ in stages:
-        weights |= stage
-    return Outcome(weights, [reports for _, reports, _ in stages], stages[-1][2])
+def run_pipeline(task: Task, num_stages: int, groups: Sequence[Group], **options: Any) -> Outcome:
+    """One replica; options are those of `run_ranks`."""
+    ranks = run_ranks(task, num_stages, list(groups), **options)
+    return Outcome(all_weights(ranks), [rank.steps for rank in ranks], ranks[-1].evaluations)
 
 
 def run_reference(task: Task, groups: Sequence[Group], **options: Any) -> tuple[dict[str, Tensor], list[float]]:

@@ -26,7 +26,7 @@ from slipstream import AdamW, Group, Muon, muon_and_adamw
 from slipstream.optim import balance_experts, is_matrix
 
 TOLERANCE = 1e-12
-NUM_STEPS = 22
+NUM_STEPS = 12
 
 
 def falling_rate(step: int) -> float:
@@ -50,23 +50,19 @@ def groups_of(name: str, lam: float, clip_norm: float | None = 0.05) -> list[Gro
 # (stages, microbatches, optimizer, lam, tied, layers per stage or None, sync start, depth)
 CASES = [
     (1, 1, "muon", 1.0, True, None, 0, "minimum"),
-    (1, 2, "sgd", 0.0, False, None, 0, "minimum"),
     (1, 3, "adamw", 0.5, False, None, 4, "minimum"),
     (2, 2, "muon", 1.0, True, None, 0, "minimum"),
     (2, 2, "adamw", 0.0, True, [1, 4], 0, "minimum"),
     (2, 4, "sgd", 0.5, False, [4, 1], 0, "minimum"),
     (2, 4, "lion", 1.0, False, None, 0, "minimum"),
     (2, 5, "muon", 0.5, False, [2, 3], 5, "minimum"),
-    (2, 7, "adamw", 1.0, True, None, 3, "minimum"),
     (2, 3, "muon", 0.0, True, None, 0, "double"),
     (4, 4, "muon", 1.0, True, None, 0, "minimum"),
     (4, 4, "sgd", 1.0, False, [1, 1, 2, 1], 6, "minimum"),
     (4, 4, "lion", 0.5, True, None, 0, "minimum"),
     (4, 8, "adamw", 1.0, False, [2, 1, 1, 1], 0, "minimum"),
-    (4, 8, "muon", 0.5, True, [1, 1, 1, 2], 4, "minimum"),
     (4, 5, "adamw", 0.5, True, None, 0, "minimum"),
-    (4, 7, "sgd", 1.0, False, None, 0, "double"),
-    (4, 11, "muon", 1.0, False, None, 2, "double"),
+    (4, 9, "sgd", 1.0, False, None, 2, "double"),
 ]
 
 
@@ -106,12 +102,11 @@ def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_
         assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-12)
         late = reports[sync_start + 1 :]
         assert {report.delay for report in late} == {1}
-    assert len(outcome.evaluations) == 5
+    assert len(outcome.evaluations) == 3
 
 
 @forks
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize(("stages", "m"), [(2, 2), (4, 5)])
+@pytest.mark.parametrize(("stages", "m", "shared_memory"), [(2, 2, True), (4, 5, True), (4, 5, False)])
 def test_processes_follow_the_oracle(stages, m, shared_memory):
     task = language_model(tied=True)
     groups = groups_of("muon", 1.0)
@@ -164,8 +159,9 @@ def test_both_arrangements_of_the_masters_give_the_same_weights(track_alignment)
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("one_f_one_b", 1), ("one_f_one_b", 2), ("one_f_one_b", 4), ("gpipe", 2), ("gpipe", 4)]
+)
 def test_synchronous_schedules_equal_a_plain_loop(schedule, stages):
     task = language_model(tied=stages == 2)
     model = copy.deepcopy(task.model)

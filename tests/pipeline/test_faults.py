@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import forks, network, run_pipeline, run_reference
+from harness import TIMEOUT_SECONDS, forks, network, run_pipeline, run_reference
 from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, launch
@@ -73,8 +73,8 @@ def run_with_trap(
 def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
     started = time.monotonic()
     with pytest.raises(StageFailure, match=rf"stage {stage} failed at {stage}F\d+@v\d+ with ValueError: boom"):
-        run_with_trap("raise", stage, timeout_seconds=30, threads=threads)
-    assert time.monotonic() - started < 10
+        run_with_trap("raise", stage, timeout_seconds=120, threads=threads)
+    assert time.monotonic() - started < 60
 
 
 @forks
@@ -83,8 +83,8 @@ def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
 def test_a_stage_that_is_killed_is_named_with_what_was_awaited(stage, shared_memory):
     started = time.monotonic()
     with pytest.raises(StageFailure, match=rf"stage {stage} was killed by SIGKILL; .*{AWAITED}"):
-        run_with_trap("kill", stage, timeout_seconds=30, shared_memory=shared_memory)
-    assert time.monotonic() - started < 10
+        run_with_trap("kill", stage, timeout_seconds=120, shared_memory=shared_memory)
+    assert time.monotonic() - started < 60
 
 
 @forks
@@ -93,7 +93,7 @@ def test_a_stage_that_is_stopped_is_found_within_the_time_out():
     started = time.monotonic()
     with pytest.raises(StageFailure, match=rf"has been silent for 3 s: {AWAITED}"):
         run_with_trap("stop", 1, timeout_seconds=3)
-    assert time.monotonic() - started < 3 + 10
+    assert time.monotonic() - started < 3 + 60
 
 
 @pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
@@ -123,7 +123,7 @@ def test_a_nan_stops_every_stage_in_the_same_step(threads):
             list(pipeline.run())
         return str(caught.value)
 
-    messages = launch(worker, 3, threads=threads, timeout_seconds=20, start_method="fork")
+    messages = launch(worker, 3, threads=threads, timeout_seconds=TIMEOUT_SECONDS, start_method="fork")
     assert len(set(messages)) == 1
     assert messages[0].startswith("step 4 stops the run: the ")
 
@@ -168,12 +168,12 @@ def test_stages_end_when_their_parent_is_killed(tmp_path):
         "from slipstream import launch\n"
         "def worker(transport):\n"
         f"    open(r'{tmp_path}/' + str(os.getpid()), 'w').close()\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
         "if __name__ == '__main__':\n"
         "    launch(worker, 2, start_method='fork')\n"
     )
     parent = subprocess.Popen([sys.executable, str(script)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(pids := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -208,7 +208,7 @@ def test_processes_that_torchrun_starts_again_do_not_take_the_word_of_those_befo
     for _ in range(3):
         store.set("meeting/1", "of a process that was killed before it was answered")
         with ThreadPoolExecutor(3) as pool:
-            words.append(set(pool.map(lambda rank: meet(store, rank, 3, timeout_seconds=10), (0, 1, 2))))
+            words.append(set(pool.map(lambda rank: meet(store, rank, 3, timeout_seconds=TIMEOUT_SECONDS), (0, 1, 2))))
     assert [len(word) for word in words] == [1, 1, 1] and len(set.union(*words)) == 3
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come within 0.1 s"):
         meet(store, 0, 2, timeout_seconds=0.1)

@@ -122,7 +122,7 @@ def test_two_runs_may_follow_one_another_with_other_shapes():
             reports = list(pipeline.run())
         return len(reports)
 
-    assert launch(worker, 2, timeout_seconds=20, start_method="fork") == [3, 3]
+    assert launch(worker, 2, timeout_seconds=60, start_method="fork") == [3, 3]
 
 
 def test_paci_refuses_error_feedback():
@@ -160,7 +160,7 @@ def test_objects_of_any_length_are_gathered_on_every_stage(threads):
     def worker(transport) -> list[bytes]:
         return gather_objects(transport, b"x" * (7 * transport.stage), lambda: "a test")
 
-    results = launch(worker, 3, threads=threads, timeout_seconds=20, start_method="fork")
+    results = launch(worker, 3, threads=threads, timeout_seconds=60, start_method="fork")
     assert results == [[b"", b"x" * 7, b"x" * 14]] * 3
 
 

@@ -11,22 +11,23 @@ import torch
 from harness import (
     EXPERTS,
     Task,
+    all_weights,
     even_cut,
     forks,
     language_model,
     largest_difference,
     network,
     run_pipeline,
+    run_ranks,
     run_reference,
 )
 from torch import Tensor
 
-from slipstream import Group, Pipeline, launch
+from slipstream import Group, Pipeline
 from slipstream.optim import balance_experts, muon_and_adamw
 from slipstream.pipeline import update
-from slipstream.pipeline.comm import Transport
 
-NUM_STEPS = 22
+NUM_STEPS = 12
 
 
 def groups(lam: float = 1.0) -> list[Group]:
@@ -84,76 +85,64 @@ def test_parts_of_a_group_are_stepped_as_the_whole_is(monkeypatch):
     assert all(torch.equal(parts.weights[name], weight) for name, weight in whole.weights.items())
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
-@pytest.mark.parametrize(("tied", "tolerance"), [(False, 1e-9), (True, 1e-5)])
+@pytest.mark.parametrize(("tied", "tolerance", "threads", "sharded"), [
+    (False, 1e-9, True, False),
+    pytest.param(False, 1e-9, False, True, marks=forks),
+    (True, 1e-5, True, True),
+    pytest.param(True, 1e-5, False, False, marks=forks),
+])  # fmt: skip
 def test_replicas_with_coarse_working_copies_agree(tied, tolerance, threads, sharded):
     """To the bit, and whoever owns the optimizer. Of a tied weight the oracle adds up embedding and head of every
     microbatch in float32, the stages only those of the batch, in float64."""
     task = coarse(language_model(tied=tied), torch.float32)
 
-    def worker(transport: Transport) -> tuple[dict[str, Tensor], list[float | None]]:
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=groups(),
-            num_microbatches=2,
-            num_steps=NUM_STEPS,
-            dtype=torch.float32,
-            gradient_dtype=torch.float64,
-            reduction_dtype=torch.float64,
-            shard_optimizer=sharded,
-            evaluation=lambda microbatch: task.data(10**6, microbatch),
-            num_evaluations=2,
-            evaluate_every=5,
-        )
-        losses = [report.loss for report in pipeline.run()]
-        return {name: weight.clone() for name, weight in pipeline.weights().items()}, losses
-
-    ranks = launch(worker, 2, num_replicas=2, threads=threads, timeout_seconds=20.0, start_method="fork")
+    first, second, *others = run_ranks(
+        task,
+        2,
+        groups(),
+        num_replicas=2,
+        threads=threads,
+        num_microbatches=2,
+        num_steps=NUM_STEPS,
+        dtype=torch.float32,
+        gradient_dtype=torch.float64,
+        reduction_dtype=torch.float64,
+        shard_optimizer=sharded,
+        evaluation=lambda microbatch: task.data(10**6, microbatch),
+        num_evaluations=2,
+        evaluate_every=5,
+    )
     options: dict[str, Any] = {"num_microbatches": 4, "num_steps": NUM_STEPS, "layers_per_stage": even_cut(task, 2)}
     expected, _ = run_reference(
         task, groups(), delays=[1, 1], dtype=torch.float32, gradient_dtype=torch.float64, **options
     )
-    for replica in (0, 1):
-        weights = {k: v for stage in (0, 1) for k, v in ranks[2 * replica + stage][0].items()}
-        assert largest_difference(weights, expected) <= tolerance
-    for stage in (0, 1):
-        assert all(torch.equal(ranks[2 + stage][0][name], weight) for name, weight in ranks[stage][0].items())
-        assert ranks[2 + stage][1] == ranks[stage][1]
+    for replica in ([first, second], others):
+        assert largest_difference(all_weights(replica), expected) <= tolerance
+    for ours, theirs in zip([first, second], others, strict=True):
+        assert all(torch.equal(theirs.weights[name], weight) for name, weight in ours.weights.items())
+        assert [report.loss for report in theirs.reports] == [report.loss for report in ours.reports]
 
 
 def test_an_evaluation_sees_the_masters_rounded():
     task = coarse(language_model(tied=False), torch.bfloat16)
-    seen: list[float] = []
-
-    def worker(transport: Transport) -> tuple[dict[str, Tensor], float | None]:
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=groups(),
-            num_microbatches=2,
-            num_steps=4,
-            dtype=torch.bfloat16,
-            evaluation=lambda microbatch: task.data(10**6, microbatch),
-            num_evaluations=1,
-        )
-        *_, evaluation = pipeline.run()
-        return {name: weight.clone() for name, weight in pipeline.weights().items()}, evaluation.loss
-
-    (first, _), (second, loss) = launch(worker, 2, threads=True)
+    outcome = run_pipeline(
+        task,
+        2,
+        groups(),
+        num_microbatches=2,
+        num_steps=4,
+        dtype=torch.bfloat16,
+        evaluation=lambda microbatch: task.data(10**6, microbatch),
+        num_evaluations=1,
+    )
     model = copy.deepcopy(task.model)
-    model.load_state_dict({**first, **second}, strict=False)
+    model.load_state_dict(outcome.weights, strict=False)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     inputs, targets = task.data(10**6, 0)
     with torch.no_grad():
-        seen.append(float(task.loss(model(inputs), targets)))
-    assert loss == pytest.approx(seen[0], rel=1e-6)
+        expected = float(task.loss(model(inputs), targets))
+    assert outcome.evaluations == [pytest.approx(expected, rel=1e-6)]
 
 
 @pytest.mark.parametrize("lam", [0.0, 1.0])
@@ -162,20 +151,7 @@ def test_error_feedback_adds_no_byte_to_mixed_precision(lam):
     task = coarse(language_model(tied=False), torch.bfloat16)
     task.model.float()
 
-    def worker(transport: Transport) -> tuple[int, int, int]:
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=muon_and_adamw(muon_lr=0.02, adamw_lr=0.01, error_feedback=lam),
-            num_microbatches=2,
-            num_steps=4,
-            dtype=torch.bfloat16,
-            gradient_dtype=torch.float32,
-            track_alignment=False,
-        )
-        list(pipeline.run())
+    def sizes(pipeline: Pipeline) -> tuple[int, int, int]:
         versions = pipeline.versions
         kept = [*versions.parameters(0).values(), *versions.parameters(1).values(), *versions.masters.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
@@ -184,7 +160,19 @@ def test_error_feedback_adds_no_byte_to_mixed_precision(lam):
         numel = sum(p.numel() for p in versions.parameters(0).values())
         return sum(storages.values()), state, numel
 
-    for kept, state, numel in launch(worker, 2, threads=True):
+    ranks = run_ranks(
+        task,
+        2,
+        muon_and_adamw(muon_lr=0.02, adamw_lr=0.01, error_feedback=lam),
+        look=sizes,
+        num_microbatches=2,
+        num_steps=4,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.float32,
+        track_alignment=False,
+    )
+    for rank in ranks:
+        kept, state, numel = rank.last_seen
         assert kept == (2 + 2 + 4) * numel
         assert state <= 2 * 4 * numel
 
@@ -209,21 +197,19 @@ def test_the_bias_of_a_router_stays_as_fine_as_it_is():
     """Its gradient counts tokens, and in bf16 257 is 256."""
     task = coarse(language_model(tied=False, **EXPERTS), torch.bfloat16)
 
-    def worker(transport: Transport) -> dict[str, torch.dtype]:
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=[balance_experts(0.01), *groups()],
-            num_microbatches=2,
-            num_steps=3,
-            dtype=torch.bfloat16,
-            gradient_dtype=torch.float64,
-        )
-        list(pipeline.run())
+    def dtypes(pipeline: Pipeline) -> dict[str, torch.dtype]:
         return {name: parameter.dtype for name, parameter in pipeline.versions.parameters(0).items()}
 
-    for dtypes in launch(worker, 2, threads=True):
-        for name, dtype in dtypes.items():
+    ranks = run_ranks(
+        task,
+        2,
+        [balance_experts(0.01), *groups()],
+        look=dtypes,
+        num_microbatches=2,
+        num_steps=3,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.float64,
+    )
+    for rank in ranks:
+        for name, dtype in rank.last_seen.items():
             assert dtype == (torch.float64 if name.endswith("router.bias") else torch.bfloat16), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from functools import partial
 from itertools import product
@@ -10,20 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TIMEOUT_SECONDS, Task, even_cut, forks, language_model, largest_difference, network, run_reference
+from harness import (
+    Task,
+    all_weights,
+    even_cut,
+    forks,
+    language_model,
+    largest_difference,
+    network,
+    run_ranks,
+    run_reference,
+)
 from torch import Tensor
 
-from slipstream import Group, Pipeline, StepReport, launch
+from slipstream import Group, Pipeline
 from slipstream.optim import muon_and_adamw
-from slipstream.pipeline.comm import Mesh, ProcessTransport, Transport
+from slipstream.pipeline.comm import Mesh, ProcessTransport
 from slipstream.pipeline.partition import Tied
 from slipstream.pipeline.sharding import assign_owners
 from slipstream.schedule import Schedule
 
-NUM_STEPS = 22
+NUM_STEPS = 12
 launching_module = sys.modules["slipstream.pipeline.launch"]  # the package has a function of this name
-Part = tuple[int, int, dict[str, Tensor], list[StepReport]]
-"""Replica, stage, weights and reports of a process or thread."""
 
 
 def groups(lam: float = 1.0) -> list[Group]:
@@ -37,39 +44,18 @@ def groups(lam: float = 1.0) -> list[Group]:
     )
 
 
-def run_replicas(
-    task: Task, num_stages: int, num_replicas: int, launching: dict[str, Any], lam: float = 1.0, **options: Any
-) -> list[Part]:
-    def worker(transport: Transport) -> Part:
-        pipeline = Pipeline(
-            transport, copy.deepcopy(task.model), data=task.data, loss=task.loss, optimizer=groups(lam), **options
-        )
-        reports = [report for report in pipeline.run() if isinstance(report, StepReport)]
-        weights = {name: weight.clone() for name, weight in pipeline.weights().items()}
-        return transport.replica, transport.stage, weights, reports
-
-    return launch(
-        worker,
-        num_stages,
-        num_replicas=num_replicas,
-        timeout_seconds=TIMEOUT_SECONDS,
-        start_method="fork",
-        **{"threads": True, **launching},
-    )
-
-
 def follow_the_oracle(
     task: Task, num_stages: int, num_replicas: int, num_microbatches: int, launching: dict[str, Any], **options: Any
 ) -> None:
     """Every replica, and to the bit each other. The oracle has one batch of all microbatches."""
     sizes = even_cut(task, num_stages)
     lam = 0.0 if options.get("schedule") == "paci" else 1.0
-    parts = run_replicas(
+    ranks = run_ranks(
         task,
         num_stages,
+        groups(lam),
         num_replicas,
-        launching,
-        lam,
+        **launching,
         num_microbatches=num_microbatches,
         num_steps=NUM_STEPS,
         layers_per_stage=sizes,
@@ -89,11 +75,12 @@ def follow_the_oracle(
         layers_per_stage=sizes,
         **options,
     )
-    first = {stage: weights for replica, stage, weights, _ in parts if replica == 0}
-    assert largest_difference({k: v for weights in first.values() for k, v in weights.items()}, expected) <= 1e-12
-    for _, stage, weights, reports in parts:
-        assert all(torch.equal(weight, first[stage][name]) for name, weight in weights.items())
-        assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-12)
+    first = [rank for rank in ranks if rank.replica == 0]
+    assert [rank.stage for rank in first] == list(range(num_stages))
+    assert largest_difference(all_weights(first), expected) <= 1e-12
+    for rank in ranks:
+        assert all(torch.equal(weight, first[rank.stage].weights[name]) for name, weight in rank.weights.items())
+        assert [report.loss for report in rank.steps] == pytest.approx(losses, rel=1e-12)
 
 
 def test_every_rank_has_one_place_and_neighbours_are_near():
@@ -129,9 +116,10 @@ def test_replicas_with_a_synchronous_start_follow_the_oracle():
 
 
 @forks
-@pytest.mark.parametrize("placement", ["pipeline", "replica"])
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(
+    ("placement", "shared_memory", "sharded"),  # every two of them together
+    [("pipeline", True, True), ("replica", True, False), ("pipeline", False, False), ("replica", False, True)],
+)
 def test_replicas_in_processes_follow_the_oracle(placement, shared_memory, sharded):
     launching = {"threads": False, "placement": placement, "shared_memory": shared_memory}
     follow_the_oracle(language_model(tied=True), 2, 2, 2, launching, shard_optimizer=sharded)
@@ -171,23 +159,19 @@ def test_evaluations_see_the_masters_of_all_owners():
     task = language_model(tied=False)
 
     def run(**options: Any) -> list[list[float | None]]:
-        def worker(transport: Transport) -> list[float | None]:
-            pipeline = Pipeline(
-                transport,
-                copy.deepcopy(task.model),
-                data=task.data,
-                loss=task.loss,
-                optimizer=groups(),
-                num_microbatches=2,
-                num_steps=9,
-                evaluation=lambda microbatch: task.data(10**6, microbatch),
-                num_evaluations=3,
-                evaluate_every=2,
-                **options,
-            )
-            return [report.loss for report in pipeline.run() if not isinstance(report, StepReport)]
-
-        return launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+        ranks = run_ranks(
+            task,
+            2,
+            groups(),
+            num_replicas=2,
+            num_microbatches=2,
+            num_steps=9,
+            evaluation=lambda microbatch: task.data(10**6, microbatch),
+            num_evaluations=3,
+            evaluate_every=2,
+            **options,
+        )
+        return [rank.evaluations for rank in ranks]
 
     alone, shared = run(), run(shard_optimizer=True)
     assert len(alone[1]) == 5 and alone[1] == alone[3]
@@ -198,24 +182,14 @@ def test_evaluations_see_the_masters_of_all_owners():
 def test_a_replica_keeps_masters_and_state_of_what_it_owns_alone():
     task = language_model(tied=False)
 
-    def run(sharded: bool) -> list[tuple[int, int]]:
-        def worker(transport: Transport) -> tuple[int, int]:
-            pipeline = Pipeline(
-                transport,
-                copy.deepcopy(task.model),
-                data=task.data,
-                loss=task.loss,
-                optimizer=groups(),
-                num_microbatches=2,
-                num_steps=3,
-                shard_optimizer=sharded,
-            )
-            list(pipeline.run())
-            masters = sum(master.numel() for master in pipeline.versions.masters.values())
-            states = [s for optimizer in pipeline.updater.optimizers for s in optimizer.state.values()]
-            return masters, sum(t.numel() for state in states for t in state.values() if isinstance(t, Tensor))
+    def sizes(pipeline: Pipeline) -> tuple[int, int]:
+        masters = sum(master.numel() for master in pipeline.versions.masters.values())
+        states = [s for optimizer in pipeline.updater.optimizers for s in optimizer.state.values()]
+        return masters, sum(t.numel() for state in states for t in state.values() if isinstance(t, Tensor))
 
-        return launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+    def run(sharded: bool) -> list[tuple[int, int]]:
+        options = {"num_microbatches": 2, "num_steps": 3, "shard_optimizer": sharded}
+        return [rank.last_seen for rank in run_ranks(task, 2, groups(), num_replicas=2, look=sizes, **options)]
 
     whole, shared = run(sharded=False), run(sharded=True)
     for stage in (0, 1):
@@ -247,7 +221,7 @@ def test_a_replica_that_fails_is_named():
         return task.data(step, microbatch)
 
     with pytest.raises(RuntimeError, match=r"replica 1: stage . failed at .*no such page"):
-        run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": False}, num_microbatches=2, num_steps=6)
+        run_ranks(Task(task.model, data, task.loss), 2, groups(), 2, threads=False, num_microbatches=2, num_steps=6)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -261,4 +235,4 @@ def test_a_nan_that_one_replica_sees_stops_them_all(threads, sharded):
 
     with pytest.raises(RuntimeError, match=r"step 3 stops the run: the "):
         options = {"num_microbatches": 2, "num_steps": 6, "shard_optimizer": sharded}
-        run_replicas(Task(task.model, data, task.loss), 2, 2, {"threads": threads}, **options)
+        run_ranks(Task(task.model, data, task.loss), 2, groups(), 2, threads=threads, **options)

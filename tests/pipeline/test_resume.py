@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from harness import TIMEOUT_SECONDS, Task, even_cut, language_model, largest_difference, network
+from harness import Rank, Task, all_weights, even_cut, language_model, largest_difference, network, run_ranks
 from pytorch_optimizer import Lion
 from torch import Tensor
 
-from slipstream import Group, Pipeline, StepReport, launch
+from slipstream import Group, Pipeline, StepReport
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline import Requests
 from slipstream.pipeline.comm import Transport
@@ -32,47 +33,24 @@ def falling_rate(step: int) -> float:
     return 1 - step / (2 * NUM_STEPS)
 
 
-Run = tuple[dict[str, Tensor], list[Any], dict[int, StageState]]
-"""Weights, reports, and the state after every update."""
+def state(pipeline: Pipeline) -> StageState:
+    return pipeline.snapshot()()
 
 
-def run(
-    task: Task, num_stages: int, optimizer: Any, num_replicas: int = 1, start: StageState | None = None, **options: Any
-) -> list[Run]:
-    """By rank."""
-
-    def worker(transport: Transport) -> Run:
-        states = {}
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=optimizer,
-            num_steps=NUM_STEPS,
-            learning_rate=falling_rate,
-            evaluation=lambda microbatch: task.data(10**6, microbatch),
-            start=start,
-            **EVALUATIONS,
-            **options,
-        )
-        reports = []
-        for report in pipeline.run():
-            reports.append(report)
-            if isinstance(report, StepReport):
-                states[report.step + 1] = pipeline.snapshot()()
-        return {name: weight.clone() for name, weight in pipeline.weights().items()}, reports, states
-
-    return launch(worker, num_stages, num_replicas=num_replicas, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+def run(task: Task, num_stages: int, optimizer: Any, num_replicas: int = 1, **options: Any) -> list[Rank]:
+    """By rank, with the state after every update."""
+    usual: dict[str, Any] = {
+        "num_steps": NUM_STEPS,
+        "learning_rate": falling_rate,
+        "evaluation": lambda microbatch: task.data(10**6, microbatch),
+        **EVALUATIONS,
+    }
+    return run_ranks(task, num_stages, optimizer, num_replicas, look=state, **usual | options)
 
 
-def all_weights(ranks: list[Run]) -> dict[str, Tensor]:
-    return {name: weight for weights, *_ in ranks for name, weight in weights.items()}
-
-
-def merged(ranks: list[Run], step: int) -> StageState:
+def merged(ranks: list[Rank], step: int) -> StageState:
     """What all stages kept together: everyone finds in it what it needs."""
-    states = [states[step] for *_, states in ranks]
+    states = [rank.seen[step] for rank in ranks]
     names = [name for state in states for name in state.tensors]
     assert len(names) == len(set(names))
     facts: dict[str, Any] = {}
@@ -81,16 +59,14 @@ def merged(ranks: list[Run], step: int) -> StageState:
     return StageState(step, {k: v for state in states for k, v in state.tensors.items()}, facts)
 
 
-def losses_after(ranks: list[Run], step: int) -> list[tuple[int, float | None, bool]]:
-    _, reports, _ = ranks[-1]
+def losses_after(ranks: list[Rank], step: int) -> list[tuple[int, float | None, bool]]:
     return [
         (report.step, report.loss, isinstance(report, StepReport))
-        for report in reports
+        for report in ranks[-1].reports
         if report.step >= step - (not isinstance(report, StepReport))
     ]
 
 
-@pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("options", [
     {"schedule": "two_bw", "num_microbatches": 3},
     {"schedule": "two_bw", "num_microbatches": 5, "depth": "double"},
@@ -101,17 +77,18 @@ def losses_after(ranks: list[Run], step: int) -> list[tuple[int, float | None, b
     {"schedule": "pipedream", "num_microbatches": 2},
     {"schedule": "two_bw", "num_microbatches": 3, "dtype": torch.float32, "gradient_dtype": torch.float64},
 ], ids=lambda options: " ".join(map(str, options.values())))  # fmt: skip
-def test_a_run_that_is_taken_up_again_ends_in_the_same_bits(options, step):
+def test_a_run_that_is_taken_up_again_ends_in_the_same_bits(options):
     base = language_model(tied=True) if options["schedule"] != "pipedream" else language_model(tied=False)
     task = Task(base.model, base.data, lambda outputs, targets: base.loss(outputs.double(), targets))
     whole = run(task, 3, groups(), **options)
-    again = run(task, 3, groups(), start=merged(whole, step), **options)
-    for name, weight in all_weights(whole).items():
-        assert torch.equal(all_weights(again)[name], weight), name
-    if options["schedule"] != "pipedream":  # there an evaluation sees what every stage happens to have
-        assert losses_after(again, step) == losses_after(whole, step)
-    for ours, theirs in zip(again[0][1], [r for r in whole[0][1] if r.step >= step - 1], strict=False):
-        if isinstance(ours, StepReport) and isinstance(theirs, StepReport) and ours.step == theirs.step:
+    for step in (1, 4):
+        again = run(task, 3, groups(), start=merged(whole, step), **options)
+        for name, weight in all_weights(whole).items():
+            assert torch.equal(all_weights(again)[name], weight), name
+        if options["schedule"] != "pipedream":  # there an evaluation sees what every stage happens to have
+            assert losses_after(again, step) == losses_after(whole, step)
+        for ours, theirs in zip(again[0].steps, whole[0].steps[step:], strict=True):
+            assert ours.step == theirs.step
             assert ours.learning_rates == theirs.learning_rates and ours.gradient_norms == theirs.gradient_norms
 
 
@@ -129,20 +106,27 @@ def test_optimizers_of_others_are_taken_up_too(optimizer):
         assert torch.equal(all_weights(again)[name], weight), name
 
 
-@pytest.mark.parametrize(("stages", "replicas", "changes"), [
-    (1, 1, {}),
-    (4, 1, {"layers_per_stage": [1, 1, 1, 2]}),
-    (2, 2, {}),
-    (2, 2, {"shard_optimizer": True}),
-    (3, 1, {"depth": "double"}),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_run_is_taken_up_in_another_shape(stages, replicas, changes, tied):
-    """And back, with everything that belongs to it."""
+@cache
+def three_stages(tied: bool) -> tuple[Task, dict[str, Any], list[Rank]]:
+    """A run, with what was special about it."""
     task = language_model(tied=tied)
-    own: dict[str, Any] = {"num_microbatches": 8, "layers_per_stage": even_cut(task, 3)}
-    other = {"num_microbatches": 8 // replicas, "layers_per_stage": even_cut(task, stages), **changes}
-    whole = run(task, 3, groups(), **own)
+    options: dict[str, Any] = {"num_microbatches": 6, "layers_per_stage": even_cut(task, 3)}
+    return task, options, run(task, 3, groups(), **options)
+
+
+@pytest.mark.parametrize(("tied", "stages", "replicas", "changes"), [
+    (True, 1, 1, {}),
+    (False, 1, 1, {}),
+    (True, 4, 1, {"layers_per_stage": [1, 1, 1, 2]}),
+    (True, 2, 2, {}),
+    (True, 2, 2, {"shard_optimizer": True}),
+    (False, 2, 2, {"shard_optimizer": True}),
+    (True, 3, 1, {"depth": "double"}),
+], ids=str)  # fmt: skip
+def test_a_run_is_taken_up_in_another_shape(tied, stages, replicas, changes):
+    """And back, with everything that belongs to it."""
+    task, own, whole = three_stages(tied)
+    other = {"num_microbatches": 6 // replicas, "layers_per_stage": even_cut(task, stages), **changes}
     there = run(task, stages, groups(), replicas, start=merged(whole, 4), **other)
     assert largest_difference(all_weights(there), _by_first_name(task, all_weights(whole))) <= 1e-12
     back = run(task, 3, groups(), start=merged(there, 8), **own)
@@ -203,98 +187,58 @@ def test_names_that_do_not_fit_are_listed():
 def test_a_stop_that_one_process_asks_for_ends_all_after_the_same_update(stages, replicas, options):
     """And the run that goes on from there ends where it would have."""
     task = language_model(tied=False)
-    num_steps = 40
+    num_steps = 18
 
-    def go(start: StageState | None, stops: bool) -> list[tuple[dict[str, Tensor], list[int], StageState]]:
-        def worker(transport: Transport) -> tuple[dict[str, Tensor], list[int], StageState]:
-            rank = transport.replica * stages + transport.stage
-            num_asked = 0
+    def stop(transport: Transport) -> Callable[[], Requests]:
+        is_last = (transport.replica, transport.stage) == (replicas - 1, stages - 1)
+        numbers = count(1)
+        return lambda: Requests(stop=next(numbers) == 6 and is_last)
 
-            def requests() -> Requests:
-                nonlocal num_asked
-                num_asked += 1
-                return Requests(stop=stops and rank == stages * replicas - 1 and num_asked == 6)
+    def go(requests: Any = lambda transport: Requests, **start: Any) -> list[Rank]:
+        more = {"num_steps": num_steps, "learning_rate": lambda step: 1.0, **options, **start}
+        return run(task, stages, groups(), replicas, requests=requests, **more)
 
-            pipeline = Pipeline(
-                transport,
-                copy.deepcopy(task.model),
-                data=task.data,
-                loss=task.loss,
-                optimizer=groups(),
-                num_steps=num_steps,
-                evaluation=lambda microbatch: task.data(10**6, microbatch),
-                requests=requests,
-                start=start,
-                **EVALUATIONS,
-                **options,
-            )
-            steps = [report.step for report in pipeline.run() if isinstance(report, StepReport)]
-            return pipeline.weights(), steps, pipeline.snapshot()()
-
-        return launch(worker, stages, num_replicas=replicas, threads=True, timeout_seconds=TIMEOUT_SECONDS)
-
-    whole, stopped = go(None, stops=False), go(None, stops=True)
-    steps = stopped[0][1]
-    assert 6 <= len(steps) < 20 and all(other == steps for _, other, _ in stopped)
-    again = go(merged([(w, [], {len(steps): s}) for w, _, s in stopped], len(steps)), stops=False)
-    for (weights, *_), (expected, *_) in zip(again, whole, strict=True):
-        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    whole, stopped = go(), go(requests=stop)
+    steps = [report.step for report in stopped[0].steps]
+    assert 6 <= len(steps) < 15 and all([report.step for report in rank.steps] == steps for rank in stopped)
+    again = go(start=merged(stopped, len(steps)))
+    for rank, expected in zip(again, whole, strict=True):
+        assert all(torch.equal(rank.weights[name], weight) for name, weight in expected.weights.items())
 
 
 def test_a_snapshot_overwrites_the_copies_it_is_given_where_they_fit():
-    task = network()
+    kept_by_stage: dict[int, dict[str, Tensor]] = {0: {}, 1: {}}
 
-    def worker(transport: Transport) -> None:
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=partial(torch.optim.AdamW, lr=0.01),
-            num_microbatches=2,
-            num_steps=4,
-        )
-        kept: dict[str, Tensor] = {}
-        for _ in pipeline.run():
-            fresh, again = pipeline.snapshot()().tensors, pipeline.snapshot(kept)().tensors
-            assert fresh.keys() == again.keys()
-            assert all(torch.equal(fresh[name], tensor) for name, tensor in again.items())
-            assert all(again[name] is tensor for name, tensor in kept.items() if name != "another")
-            name = min(again)
-            kept = {**again, "another": torch.zeros(1)}
-            kept[name] = torch.zeros(2, 3, 5)
-            odd = pipeline.snapshot(kept)().tensors
-            assert odd[name].shape == fresh[name].shape and "another" not in odd
-            kept = dict(odd)
-        assert kept
+    def look(pipeline: Pipeline) -> None:
+        kept = kept_by_stage[pipeline.transport.stage]
+        fresh, again = pipeline.snapshot()().tensors, pipeline.snapshot(kept)().tensors
+        assert fresh.keys() == again.keys()
+        assert all(torch.equal(fresh[name], tensor) for name, tensor in again.items())
+        assert all(again[name] is tensor for name, tensor in kept.items() if name != "another")
+        name = min(again)
+        unfit = {**again, "another": torch.zeros(1), name: torch.zeros(2, 3, 5)}
+        odd = pipeline.snapshot(unfit)().tensors
+        assert odd[name].shape == fresh[name].shape and "another" not in odd
+        kept_by_stage[pipeline.transport.stage] = dict(odd)
 
-    launch(worker, 2, threads=True, timeout_seconds=TIMEOUT_SECONDS)
+    run_ranks(network(), 2, partial(torch.optim.AdamW, lr=0.01), look=look, num_microbatches=2, num_steps=4)
+    assert all(kept_by_stage.values())
 
 
 def test_a_save_that_one_process_asks_for_is_reported_to_all_after_the_same_update():
     """And so is it that some are still busy with the one before."""
-    task = network()
 
-    def worker(transport: Transport) -> tuple[list[int], list[int]]:
-        num_asked = 0
+    def requests(transport: Transport) -> Callable[[], Requests]:
+        numbers = count(1)
+        asks = (transport.replica, transport.stage) == (1, 0)
 
-        def requests() -> Requests:
-            nonlocal num_asked
-            num_asked += 1
-            asks = (transport.replica, transport.stage) == (1, 0)
-            return Requests(save=asks and num_asked in (3, 4), busy=transport.stage == 1 and num_asked == 6)
+        def ask() -> Requests:
+            number = next(numbers)
+            return Requests(save=asks and number in (3, 4), busy=transport.stage == 1 and number == 6)
 
-        pipeline = Pipeline(
-            transport,
-            copy.deepcopy(task.model),
-            data=task.data,
-            loss=task.loss,
-            optimizer=groups(),
-            num_steps=8,
-            num_microbatches=2,
-            requests=requests,
-        )
-        reports = [report for report in pipeline.run() if isinstance(report, StepReport)]
-        return [r.step for r in reports if r.save], [r.step for r in reports if r.busy]
+        return ask
 
-    assert launch(worker, 2, num_replicas=2, threads=True, timeout_seconds=TIMEOUT_SECONDS) == [([2, 3], [5])] * 4
+    ranks = run_ranks(network(), 2, groups(), num_replicas=2, requests=requests, num_steps=8, num_microbatches=2)
+    for rank in ranks:
+        assert [report.step for report in rank.steps if report.save] == [2, 3]
+        assert [report.step for report in rank.steps if report.busy] == [5]

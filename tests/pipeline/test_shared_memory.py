@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,15 +19,21 @@ from slipstream.pipeline.link import PeerLost
 from slipstream.pipeline.shared_memory import Assembly, SharedMemoryLink, assemble, connect, shared_edges
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[SharedMemoryLink, SharedMemoryLink]]:
+@contextmanager
+def linked(timeout_seconds: float) -> Iterator[tuple[SharedMemoryLink, SharedMemoryLink]]:
     """A sender and a receiver, with three messages under way at most."""
     sockets = socket.socketpair()
-    sender = SharedMemoryLink(sockets[0], 0, 1, timeout_seconds=1.0, max_under_way=lambda: 3)
-    receiver = SharedMemoryLink(sockets[1], 1, 0, timeout_seconds=1.0, max_under_way=lambda: 3)
+    sender = SharedMemoryLink(sockets[0], 0, 1, timeout_seconds, max_under_way=lambda: 3)
+    receiver = SharedMemoryLink(sockets[1], 1, 0, timeout_seconds, max_under_way=lambda: 3)
     yield sender, receiver
     sender.close()
     receiver.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SharedMemoryLink, SharedMemoryLink]]:
+    with linked(timeout_seconds=1.0) as both:
+        yield both
 
 
 def say() -> str:
@@ -139,20 +146,20 @@ def test_a_silent_sender_is_named_within_the_time_out(ends):
     started = time.monotonic()
     with pytest.raises(PeerLost, match="stage 0 has been silent for 1 s: stage 1 was waiting for the test"):
         take(receiver)
-    assert 0.9 < time.monotonic() - started < 5
+    assert 0.9 < time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("had_spoken", [False, True])
-def test_a_sender_that_is_gone_is_named_at_once(ends, had_spoken):
-    sender, receiver = ends
-    if had_spoken:
-        send(sender, torch.zeros(2))
-        take(receiver)
-    sender.close()
-    started = time.monotonic()
-    with pytest.raises(PeerLost, match="stage 0 is gone: stage 1 was waiting for the test"):
-        take(receiver)
-    assert time.monotonic() - started < 0.5
+def test_a_sender_that_is_gone_is_named_at_once(had_spoken):
+    with linked(timeout_seconds=60.0) as (sender, receiver):
+        if had_spoken:
+            send(sender, torch.zeros(2))
+            take(receiver)
+        sender.close()
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="stage 0 is gone: stage 1 was waiting for the test"):
+            take(receiver)
+        assert time.monotonic() - started < 30
 
 
 def test_what_a_sender_left_behind_can_still_be_taken(ends):
@@ -178,7 +185,7 @@ def on_every_stage(num_stages: int, meet: Callable[[int], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize("num_taken", [0, 2])
@@ -200,7 +207,7 @@ def connect_all(num_stages: int) -> list[list[bool]]:
     answers: dict[int, list[bool]] = {}
 
     def meet(stage: int) -> None:
-        ends = connect(store, stage, num_stages, timeout_seconds=5)
+        ends = connect(store, stage, num_stages, timeout_seconds=30)
         answers[stage] = shared_edges(store, num_stages)
         assert set(ends) == {edge for edge in (stage - 1, stage) if 0 <= edge < num_stages - 1 and answers[stage][edge]}
         for pair in ends.values():
@@ -229,13 +236,15 @@ def test_a_path_too_long_for_a_socket_leaves_the_edge_to_gloo(monkeypatch, tmp_p
     assert list(folder.iterdir()) == []
 
 
-def assembled(num_stages: int, tensors: list[Tensor], timeout_seconds: float = 5) -> dict[int, list[Tensor] | PeerLost]:
+def assembled(
+    num_stages: int, tensors: list[Tensor], timeout_seconds: float = 30
+) -> dict[int, list[Tensor] | PeerLost]:
     """What every stage gathers, or why not; stages without a tensor do not come."""
     store = dist.HashStore()
     gathered: dict[int, list[Tensor] | PeerLost] = {}
 
     def meet(stage: int) -> None:
-        assembly = Assembly(assemble(store, stage, num_stages, 5), stage, timeout_seconds)
+        assembly = Assembly(assemble(store, stage, num_stages, 30), stage, timeout_seconds)
         if stage < len(tensors):
             try:
                 gathered[stage] = assembly.gather(tensors[stage], num_stages, say)
@@ -262,6 +271,6 @@ def test_every_stage_gathers_what_every_stage_has(num_stages, shape, dtype):
 
 
 def test_a_stage_that_does_not_come_is_named_by_the_first():
-    lost = assembled(3, [torch.zeros(2)] * 2, timeout_seconds=0.3)
-    assert str(lost[0]) == "stage 2 has been silent for 0.3 s: stage 0 was waiting for the test"
+    lost = assembled(3, [torch.zeros(2)] * 2, timeout_seconds=1.0)
+    assert str(lost[0]) == "stage 2 has been silent for 1 s: stage 0 was waiting for the test"
     assert str(lost[1]).startswith("another stage ")

@@ -112,7 +112,7 @@ def test_a_long_trace_keeps_its_end_and_says_so(write_run: WriteRun, monkeypatch
     assert "latest 10 of 96" in run.notes[0]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("file", ["summary.json", "trace.json", "metrics.jsonl"])
 def test_pipes_are_not_waited_for_and_devices_not_read_to_their_end(write_run: WriteRun, file: str) -> None:
     path = write_run(without=(file,)) / file

@@ -297,7 +297,7 @@ def test_an_id_is_the_same_in_every_process() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert done.stdout.split() == here["ids"]

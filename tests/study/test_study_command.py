@@ -556,7 +556,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 45) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
@@ -583,8 +583,8 @@ class Running:
 
     def ending(self) -> tuple[int, str]:
         """Exit code and what it said, of a study that ends in time and leaves nobody behind."""
-        wait_until(self._has_ended, seconds=5)
-        wait_until(lambda: not any(map(is_running, self.workers)), seconds=5)
+        wait_until(self._has_ended)
+        wait_until(lambda: not any(map(is_running, self.workers)))
         assert len(self._study.times()) == 1  # what was done stays
         assert self._code is not None
         return self._code, self._errors.read_text()
@@ -631,7 +631,6 @@ def running(study: Study) -> Iterator[Running]:
 
 
 @linux
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("send", "signum"),
     [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM), (os.kill, signal.SIGHUP)],
@@ -646,7 +645,6 @@ def test_an_interrupt_ends_all_workers_with_one_line(
 
 
 @linux
-@pytest.mark.timeout(60)
 def test_a_killed_worker_ends_the_study_with_one_sentence_and_the_next_goes_on(
     study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -662,25 +660,34 @@ def test_a_killed_worker_ends_the_study_with_one_sentence_and_the_next_goes_on(
     assert before.items() < study.times().items()
 
 
-def test_whoever_calls_it_and_lives_on_is_left_no_workers(
+def test_whoever_calls_it_and_lives_on_is_left_no_workers_and_all_its_own_children(
     study: Study, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Though it hears SIGTERM itself, as one does that has trained before, and whoever is forked from it inherits
+    that."""
+
     def interrupt(*arguments: object) -> NoReturn:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "_sentence", interrupt)  # said of the first cell, while the others run
     study.write(LONG)
-    assert study.run("--jobs", "2") == 130
-    assert capsys.readouterr().err == "slipstream: interrupted\n"
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    others = set(multiprocessing.active_children())
+    own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    own.start()
     try:
-        wait_until(lambda: not multiprocessing.active_children(), seconds=5)
+        assert study.run("--jobs", "2") == 130
+        assert capsys.readouterr().err == "slipstream: interrupted\n"
+        wait_until(lambda: set(multiprocessing.active_children()) - others == {own})
+        assert own.is_alive()
     finally:
-        for process in multiprocessing.active_children():
+        signal.signal(signal.SIGTERM, handler)
+        for process in set(multiprocessing.active_children()) - others:
             process.kill()
+            process.join()
 
 
 @linux
-@pytest.mark.timeout(60)
 def test_an_interrupt_is_for_the_parent_to_answer(study: Study) -> None:
     """A terminal sends it to all, and a worker that answered as well would do so with a traceback."""
     with running(study) as process:
@@ -691,7 +698,6 @@ def test_an_interrupt_is_for_the_parent_to_answer(study: Study) -> None:
 
 
 @linux
-@pytest.mark.timeout(60)
 def test_workers_do_not_outlive_a_study_that_is_killed(study: Study) -> None:
     with running(study) as process:
         os.kill(process.pid, signal.SIGKILL)
@@ -699,7 +705,6 @@ def test_workers_do_not_outlive_a_study_that_is_killed(study: Study) -> None:
 
 
 @linux
-@pytest.mark.timeout(60)
 def test_an_interrupt_from_the_keyboard_ends_the_command(study: Study) -> None:
     study.write(LONG)
     arguments = [sys.executable, "-m", "slipstream", "study", "grid.toml", "--output", "out", "--jobs", "3"]
@@ -713,14 +718,14 @@ def test_an_interrupt_from_the_keyboard_ends_the_command(study: Study) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_until(lambda: len(list(study.folder.glob("cells/*/metrics.jsonl"))) >= 3, seconds=40)
+        wait_until(lambda: len(list(study.folder.glob("cells/*/metrics.jsonl"))) >= 3)
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate(timeout=90)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert (process.returncode, said) == (130, "slipstream: interrupted\n")
     assert len(workers) == 3
-    wait_until(lambda: not any(map(is_running, workers)), seconds=5)
+    wait_until(lambda: not any(map(is_running, workers)))
