@@ -55,7 +55,6 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("recompute", [ALL_BLOCKS, ALL_BLOCKS[::2]], ids=["all", "every second"])
 @pytest.mark.parametrize(
     ("schedule", "stages", "options"),
     [
@@ -68,7 +67,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
         ("pipedream", 3, {"lam": 0.3}),
     ],
 )
-def test_recomputed_blocks_change_no_bit(schedule, stages, options, recompute):
+def test_recomputed_blocks_change_no_bit(schedule, stages, options):
     options = dict(options)
     task = language_model(tied=options.pop("tied", False))
     groups = groups_of(options.pop("lam", 0.0))
@@ -82,9 +81,9 @@ def test_recomputed_blocks_change_no_bit(schedule, stages, options, recompute):
         "evaluate_every": 3,
         **options,
     }
-    assert_equal(
-        run_pipeline(task, stages, groups, recompute=recompute, **shared), run_pipeline(task, stages, groups, **shared)
-    )
+    plain = run_pipeline(task, stages, groups, **shared)
+    for recompute in (ALL_BLOCKS, ALL_BLOCKS[::2]):
+        assert_equal(run_pipeline(task, stages, groups, recompute=recompute, **shared), plain)
 
 
 @pytest.mark.parametrize(("stages", "m"), [(1, 2), (2, 2), (4, 5)])
