@@ -18,7 +18,7 @@ from pipeline.harness import forks
 from settings import changed
 
 from slipstream.config import Config, ConfigError
-from slipstream.saving import Wishes
+from slipstream.saving import SIGNALS, Wishes
 from slipstream.trainer import train
 
 
@@ -183,9 +183,9 @@ def test_a_run_that_is_told_to_stop_saves_itself_and_leaves_with_success(base):
 
 
 def test_wishes_come_from_signals_and_from_the_clock():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = [signal.getsignal(number) for number in SIGNALS]
+    wishes = Wishes(every_minutes=0.0)
     try:
-        wishes = Wishes(every_minutes=0.0)
         assert not any(wishes())
         os.kill(os.getpid(), signal.SIGUSR1)
         assert wishes()[:2] == (True, False)
@@ -193,12 +193,19 @@ def test_wishes_come_from_signals_and_from_the_clock():
         os.kill(os.getpid(), signal.SIGTERM)
         assert wishes()[:2] == (True, True)
         assert wishes()[:2] == (False, True)
-        often = Wishes(every_minutes=1e-9)
-        time.sleep(0.001)
-        assert often()[:2] == (True, False)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        wishes.close()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    often = Wishes(every_minutes=1e-9)
+    time.sleep(0.001)
+    assert often()[:2] == (True, False)
+    often.close()
+
+
+def test_signals_mean_after_a_run_what_they_meant_before(base):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    train(changed(base, train__steps=1))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_nothing_of_a_checkpoint_is_code(whole):

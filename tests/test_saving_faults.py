@@ -14,7 +14,7 @@ from test_metrics import report
 from slipstream import cli
 from slipstream.checkpoint import CheckpointError, Store
 from slipstream.pipeline import Requests
-from slipstream.saving import Saver
+from slipstream.saving import Saver, Wishes
 from slipstream.trainer import train
 
 
@@ -113,10 +113,7 @@ def test_a_run_that_was_killed_before_it_wrote_anything_begins(tiny):
     assert (folder / "summary.json").exists()
 
 
-class StopsAtOnce:
-    def __init__(self, every_minutes: float) -> None:
-        pass
-
+class StopsAtOnce(Wishes):
     def __call__(self) -> Requests:
         return Requests(save=True, stop=True)
 
