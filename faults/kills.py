@@ -231,7 +231,12 @@ def summary(shape: Shape, kills: list[Kill], faults: list[str], seconds: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults.kills", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="in all (default 50)")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=50,
+        help="of one training on four stages, and a fifth as many each of two with replicas (default 50)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true", help="which starts all stages again after every kill")
     parser.add_argument("--folder", type=Path, help="to keep what the runs leave behind")
@@ -239,7 +244,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
         folder = given.folder or Path(temporary)
         part, replicated = given.kills // 5, Shape(stages=2, replicas=2)  # which share the optimizer or do not
-        shapes = {Shape(): given.kills - 2 * part, replicated: part, replace(replicated, sharded=True): part}
+        shapes = {Shape(): given.kills, replicated: part, replace(replicated, sharded=True): part}
         lines, is_fine = [], True
         for planned, num_kills in shapes.items():
             if not num_kills:
