@@ -6,8 +6,9 @@
 
 1. The pause. `slipstream train` in four processes, 2 -> 4 -> 2 stages, 50 million parameters in float32, Muon with
    error feedback, clipping: so two weight versions, masters and momentum move, 16 bytes a parameter. Several rounds;
-   the pause is what the run itself reports: from the last update in one shape until all stages of the next are there.
-   The time that a pipeline takes to drain and to fill is apart: it is in the steps before and after.
+   the pause is what the run itself reports: while nobody computes, from when the last stage of one shape has made its
+   last update until all stages of the next are there. The time that a pipeline takes to drain and to fill is apart: it
+   is in the steps before and after.
 2. The trajectory. The same in float64 beside slipstream.reference_run, which knows no stages: the largest difference of
    a parameter, relative to its largest entry.
 """
@@ -42,7 +43,7 @@ from slipstream.config import (
 from slipstream.model import num_parameters
 from slipstream.parts import check
 
-STEPS, RESHAPE = 9, ("3=4", "6=2")
+STEPS, RESHAPE = 6, ("2=4", "4=2")
 
 
 def configuration(layers: int, folder: Path) -> Config:

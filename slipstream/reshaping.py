@@ -121,11 +121,10 @@ class Turn:
 
     step: int
     """Updates made."""
-    before: str
+    before: Shape
     shape: Shape
     parts: Parts
-    began: float
-    """By this process's clock."""
+    """In the shape that follows."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,10 @@ class Reshape:
     after: str
     bytes_moved: int
     exchange_seconds: float
+    """Until the state is where it is needed."""
     pause_seconds: float
-    """From the last update in the shape before until all stages of the next are there."""
+    """Until all stages of the next shape are there. Both from when the last stage of the shape before has made its last
+    update: while nobody computes."""
 
 
 class Reshaping:
@@ -147,14 +148,15 @@ class Reshaping:
     def __init__(self, crew: Crew, config: Config, commands: Commands | None) -> None:
         self._crew, self._config, self._commands = crew, config, commands
         self._num_turns = 0
-        self._exchange_seconds = 0.0
+        self._moved_at = 0.0
 
     def next_turn(self, shape: Shape, parts: Parts, state: StageState | None, is_member: bool) -> Turn | None:
         """shape, parts: those before. state: None when the run is over, or of a process that stood by (is_member:
         false). Returns None when it is over."""
-        began = time.perf_counter()
         self._num_turns += 1
         key = f"turn {self._num_turns}"
+        if is_member:  # by a clock that all processes share, more or less
+            self._crew.store.set(f"{key}/ended/{self._crew.rank}", repr(time.time()))
         if self._crew.rank == 0:
             following = None if state is None else self._following(state.step)
             self._crew.as_first(key, json.dumps(None if state is None else [state.step, str(following)]))
@@ -164,9 +166,7 @@ class Reshaping:
             return None
         step, text = word
         following = Shape.parse(text)
-        if not is_member:
-            began = time.perf_counter()
-        return Turn(step, str(shape), following, in_shape_of(following.applied(self._config), parts), began)
+        return Turn(step, shape, following, in_shape_of(following.applied(self._config), parts))
 
     def _following(self, step: int) -> Shape:
         told = self._commands.take() if self._commands is not None else None
@@ -188,8 +188,8 @@ class Reshaping:
             for stage in range(turn.shape.stages)
         ]
         moved = self._crew.exchange(state, partial(destinations, holders, turn.shape.mesh(self._config)))
-        self._crew.store.add(f"bytes {turn.step}", moved.num_bytes)
-        self._exchange_seconds = time.perf_counter() - turn.began
+        self._crew.store.add(f"turn {self._num_turns}/bytes", moved.num_bytes)
+        self._moved_at = time.time()
         return moved.state
 
     def settle(self, turn: Turn) -> dict[str, Any]:
@@ -197,13 +197,23 @@ class Reshaping:
         self._crew.settle()
         word = None
         if self._crew.rank == 0:
-            num_bytes = self._crew.store.add(f"bytes {turn.step}", 0)
-            pause = time.perf_counter() - turn.began
-            reshape = Reshape(turn.step, turn.before, str(turn.shape), num_bytes, self._exchange_seconds, pause)
+            reshape = self._reshape(turn, settled_at=time.time())
             Screen().print(
                 f"after step {turn.step}: from {turn.before} to {turn.shape} (stages x replicas), "
-                f"{num_bytes / 1e6:,.1f} MB moved, {pause:.2f} s of pause"
+                f"{reshape.bytes_moved / 1e6:,.1f} MB moved, {reshape.pause_seconds:.2f} s of pause"
             )
             word = json.dumps(asdict(reshape))
         said: dict[str, Any] = json.loads(self._crew.as_first(f"reshape {self._num_turns}", word))
         return said
+
+    def _reshape(self, turn: Turn, settled_at: float) -> Reshape:
+        store, key = self._crew.store, f"turn {self._num_turns}"
+        ended_at = max(float(store.get(f"{key}/ended/{rank}")) for rank in range(turn.before.size))
+        return Reshape(
+            turn.step,
+            str(turn.before),
+            str(turn.shape),
+            store.add(f"{key}/bytes", 0),
+            self._moved_at - ended_at,
+            settled_at - ended_at,
+        )
