@@ -49,7 +49,7 @@ class WeightVersions:
         dtype: of the working copies, but for parameters that their module names in `keeps_dtype`; None: that of the
         module. gradient_dtype: that a batch's gradients are added up in; None: that of the working copies.
         owned: names of the parameters to have masters of; None: all.
-        blank: the module's weights mean nothing, and need not be copied: they will be restored."""
+        blank: the module's weights mean nothing: they will be restored, and take no memory before that."""
         trainable = _trainable(module)
         exempt = _exempt(module)
         names = [name for name in trainable if owned is None or name in owned]
@@ -65,8 +65,10 @@ class WeightVersions:
         if self.is_mixed:
             for name, parameter in trainable.items():
                 if name not in exempt:
-                    data = parameter.data
-                    parameter.data = torch.empty_like(data, dtype=dtype) if blank else data.to(dtype)
+                    parameter.data = _placeholder(parameter, dtype) if blank else parameter.data.to(dtype)
+        elif blank:
+            for parameter in trainable.values():
+                parameter.data = _placeholder(parameter, parameter.dtype)
         shared = {id(t): t for t in chain(module.buffers(), module.parameters()) if not t.requires_grad}
 
         def replicate() -> nn.Module:
@@ -132,13 +134,17 @@ class WeightVersions:
 
         def put(parameter: nn.Parameter, weight: Tensor) -> None:
             """A tensor is kept once: what else is to hold the same weights gets a copy."""
-            like = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
-            is_like = (weight.dtype, weight.device, weight.shape, weight.stride()) == like
+            is_like = (weight.dtype, weight.device) == (parameter.dtype, parameter.device) and weight.is_contiguous()
+            if weight.shape != parameter.shape:
+                raise RuntimeError(f"weights of {tuple(weight.shape)} do not fit into {tuple(parameter.shape)}")
             if keeps and is_like and weight.data_ptr() not in kept:
                 kept.add(weight.data_ptr())
                 parameter.data = weight.detach()
-            else:
+            elif parameter.is_contiguous():
                 parameter.copy_(weight)
+            else:
+                order = torch.contiguous_format
+                parameter.data = weight.detach().to(parameter.device, parameter.dtype, copy=True, memory_format=order)
 
         if self.separate_masters:
             for name, master in self.masters.items():
@@ -191,7 +197,12 @@ class _WithWeights(nn.Module):
 
 
 def _replica(parameter: nn.Parameter, blank: bool) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter) if blank else parameter.detach().clone())
+    return nn.Parameter(_placeholder(parameter, parameter.dtype) if blank else parameter.detach().clone())
+
+
+def _placeholder(like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """One number that stands for all of them: fresh memory is not free, even if nobody reads it."""
+    return torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
 
 
 @torch.no_grad()
