@@ -24,6 +24,7 @@ from .metrics import Screen
 from .model import decoder
 from .parts import Parts, check, in_shape_of
 from .pipeline import Crew, StageState
+from .pipeline.crew import Moved
 from .pipeline.partition import cut, tied_parameters
 from .shape import (
     COMMAND_NAME,
@@ -150,18 +151,18 @@ class Reshaping:
         self._num_turns = 0
         self._moved_at = 0.0
 
-    def next_turn(self, shape: Shape, parts: Parts, state: StageState | None, is_member: bool) -> Turn | None:
-        """shape, parts: those before. state: None when the run is over, or of a process that stood by (is_member:
-        false). Returns None when it is over."""
+    def next_turn(self, shape: Shape, parts: Parts, state: StageState | None) -> Turn | None:
+        """shape, parts: those before. state: None when the run is over, or of a process that stood by. Returns None
+        when it is over."""
         self._num_turns += 1
         key = f"turn {self._num_turns}"
-        if is_member:  # by a clock that all processes share, more or less
-            self._crew.store.set(f"{key}/ended/{self._crew.rank}", repr(time.time()))
+        if self._crew.place is not None:  # by a clock that all processes share, more or less
+            self._crew.store.set(f"{key}/ended/{self._crew.place}", repr(time.time()))
         if self._crew.rank == 0:
             following = None if state is None else self._following(state.step)
             self._crew.as_first(key, json.dumps(None if state is None else [state.step, str(following)]))
         waiting = lambda: "the first process to say how the run goes on"  # noqa: E731
-        word = json.loads(self._crew.hear(f"said/{key}", waiting, is_working=is_member))
+        word = json.loads(self._crew.hear(f"said/{key}", waiting, is_working=self._crew.place is not None))
         if word is None:
             return None
         step, text = word
@@ -176,8 +177,8 @@ class Reshaping:
         assert moment is not None and moment.step == step, "nobody asked for another shape"
         return moment.shape
 
-    def move(self, turn: Turn, state: StageState | None) -> StageState:
-        """What this process needs of everyone's."""
+    def move(self, turn: Turn, state: StageState | None) -> Moved:
+        """What this process needs of everyone's state, and who takes which place."""
         self._crew.leave()
         with torch.device("meta"):
             model = decoder(turn.parts.model)
@@ -190,7 +191,7 @@ class Reshaping:
         moved = self._crew.exchange(state, partial(destinations, holders, turn.shape.mesh(self._config)))
         self._crew.store.add(f"turn {self._num_turns}/bytes", moved.num_bytes)
         self._moved_at = time.time()
-        return moved.state
+        return moved
 
     def settle(self, turn: Turn) -> dict[str, Any]:
         """When all stages of the new shape are there."""
@@ -208,7 +209,7 @@ class Reshaping:
 
     def _reshape(self, turn: Turn, settled_at: float) -> Reshape:
         store, key = self._crew.store, f"turn {self._num_turns}"
-        ended_at = max(float(store.get(f"{key}/ended/{rank}")) for rank in range(turn.before.size))
+        ended_at = max(float(store.get(f"{key}/ended/{place}")) for place in range(turn.before.size))
         return Reshape(
             turn.step,
             str(turn.before),

@@ -188,14 +188,14 @@ def train_process(crew: Crew, config: Config, beginning: Beginning, wishes: Wish
     pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, start)
     while True:
         state = None if pipeline is None else train_stage(run, shape, parts, pipeline)
-        turn = reshaping.next_turn(shape, parts, state, is_member=pipeline is not None)
+        turn = reshaping.next_turn(shape, parts, state)
         if turn is None:
             break
         del pipeline  # its memory goes with its state, once that has moved on
-        shape, parts, start = turn.shape, turn.parts, reshaping.move(turn, state)
-        transport = crew.take_places(shape.mesh(config))
-        pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, start)
-        del start, state
+        shape, parts, moved = turn.shape, turn.parts, reshaping.move(turn, state)
+        transport = crew.take_places(shape.mesh(config), moved.order)
+        pipeline = None if transport is None else run.make_pipeline(transport, shape, parts, moved.state)
+        del moved, state
         run.reshapes.append(reshaping.settle(turn))
         gc.collect()  # the old pipeline refers to itself
     run.finish_writing()

@@ -3,7 +3,7 @@
     transport = crew.take_places(Mesh(num_stages=2))       a run in one shape needs no more
     ...
     moved = crew.exchange(pipeline.state(), destinations)  after the last update in that shape
-    transport = crew.take_places(Mesh(num_stages=4))
+    transport = crew.take_places(Mesh(num_stages=4), moved.order)
     pipeline = Pipeline(transport, ..., start=moved.state)
     crew.settle()
 
@@ -14,10 +14,12 @@ a pipeline goes from memory to memory, each tensor straight from who has it to w
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,7 +38,7 @@ LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.001, 0.03
 """Between two looks for a word: of those that work, and of those that stand by."""
 
 Destinations = Callable[[str], Sequence[int]]
-"""The name of a tensor of the state -> the ranks that need it."""
+"""The name of a tensor of the state -> the places in the next shape that need it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Moved:
     """All that this member needs of everyone's."""
     num_bytes: int
     """That came from others."""
+    order: list[int]
+    """Of the members, for the next shape's places: whom the state was given to."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Place:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
 
@@ -62,10 +70,14 @@ class Place:
 class Crew(ABC):
     """As one of its members sees it. All members make the same calls, in the same order."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float, is_close: bool) -> None:
+        """is_close: all members are on one machine, and equally near to one another."""
         self.store, self.rank, self.size, self.timeout_seconds = store, rank, size, timeout_seconds
-        self.transport: Transport | None = None
+        self.place: int | None = None
         """In the shape that is taken on; None: this member stands by."""
+        self.transport: Transport | None = None
+        """There."""
+        self._is_close = is_close
         self._num_shapes = self._num_exchanges = 0
 
     @property
@@ -74,22 +86,26 @@ class Crew(ABC):
 
     # ---- shapes
 
-    def take_places(self, mesh: Mesh) -> Transport | None:
-        """Leaves the shape before, and takes on this one: rank for rank, and whoever is left stands by."""
+    def take_places(self, mesh: Mesh, order: Sequence[int] | None = None) -> Transport | None:
+        """Leaves the shape before, and takes on this one. Whoever is left stands by. order: of the members, by place;
+        None: by rank."""
         if mesh.size > self.size:
             raise ValueError(f"{mesh.num_stages} x {mesh.num_replicas} stages need more than {self.size} processes")
         self.leave()
         self._num_shapes += 1
-        self.transport = self._place(mesh, f"shape {self._num_shapes}") if self.rank < mesh.size else None
+        members = list(range(mesh.size)) if order is None else list(order[: mesh.size])
+        if self.rank in members:
+            self.place = members.index(self.rank)
+            self.transport = self._transport(mesh, self.place, f"shape {self._num_shapes}")
         return self.transport
 
     @abstractmethod
-    def _place(self, mesh: Mesh, name: str) -> Transport: ...
+    def _transport(self, mesh: Mesh, place: int, name: str) -> Transport: ...
 
     def leave(self) -> None:
         if self.transport is not None:
             self.transport.close()
-            self.transport = None
+            self.transport = self.place = None
 
     # ---- words
 
@@ -137,12 +153,13 @@ class Crew(ABC):
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges}"
         step, places, facts = self._gather_inventories(key, state)
+        order = choose_members(places, destinations, self.size) if self._is_close else list(range(self.size))
         kept = {} if state is None else state.tensors
         tensors: dict[str, Tensor] = {}
         num_bytes = 0
         with self._moving(key):
             for name, place in sorted(places.items()):
-                targets = destinations(name)
+                targets = [order[target] for target in destinations(name)]
                 if place.rank == self.rank:
                     if others := [target for target in targets if target != self.rank]:
                         self._send(name, kept[name], others)
@@ -151,7 +168,7 @@ class Crew(ABC):
                 elif self.rank in targets:
                     tensors[name] = self._receive(name, place)
                     num_bytes += tensors[name].nbytes
-        return Moved(StageState(step, tensors, facts, is_given_away=True), num_bytes)
+        return Moved(StageState(step, tensors, facts, is_given_away=True), num_bytes, order)
 
     def settle(self) -> None:
         """After an exchange: when all have taken up their part."""
@@ -190,6 +207,20 @@ class Crew(ABC):
     def _receive(self, name: str, place: Place) -> Tensor: ...
 
 
+def choose_members(places: Mapping[str, Place], destinations: Destinations, size: int) -> list[int]:
+    """By place, the member that has most of what is needed there. The first stays where it is: it speaks for all."""
+    held: Counter[tuple[int, int]] = Counter()
+    for name, place in places.items():
+        for target in destinations(name):
+            held[target, place.rank] += place.num_bytes
+    chosen = {0: 0}
+    for target, rank in sorted(held, key=lambda pair: (-held[pair], pair)):
+        if target not in chosen and rank not in chosen.values():
+            chosen[target] = rank
+    free = iter([rank for rank in range(size) if rank not in chosen.values()])
+    return [chosen[target] if target in chosen else next(free) for target in range(size)]
+
+
 class ProcessCrew(Crew):
     def __init__(
         self,
@@ -200,16 +231,17 @@ class ProcessCrew(Crew):
         timeout_seconds: float,
         shared_memory: bool = True,
         backend: str = "auto",
+        is_close: bool = False,
     ) -> None:
-        super().__init__(dist.PrefixStore("crew", store), rank, size, timeout_seconds)
+        super().__init__(dist.PrefixStore("crew", store), rank, size, timeout_seconds, is_close)
         self._common_store, self._device = store, device
         self._shared_memory, self._backend = shared_memory, backend
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
-    def _place(self, mesh: Mesh, name: str) -> Transport:
+    def _transport(self, mesh: Mesh, place: int, name: str) -> Transport:
         return ProcessTransport(
             dist.PrefixStore(name, self._common_store),
-            self.rank,
+            place,
             mesh,
             self._device,
             self.timeout_seconds,
@@ -279,11 +311,11 @@ class ThreadShapes:
 
 class ThreadCrew(Crew):
     def __init__(self, shapes: ThreadShapes, rank: int) -> None:
-        super().__init__(shapes.store, rank, shapes.size, shapes.timeout_seconds)
+        super().__init__(shapes.store, rank, shapes.size, shapes.timeout_seconds, is_close=True)
         self._shapes, self._key = shapes, ""
 
-    def _place(self, mesh: Mesh, name: str) -> Transport:
-        replica, stage = mesh.place(self.rank)
+    def _transport(self, mesh: Mesh, place: int, name: str) -> Transport:
+        replica, stage = mesh.place(place)
         return self._shapes.world(mesh, name).transport(stage, replica)
 
     def failure(self) -> str | None:

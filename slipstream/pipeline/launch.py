@@ -213,6 +213,7 @@ def _run_stage(worker: Member[Result], store: dist.Store, rank: int, terms: Term
         terms.timeout_seconds,
         terms.shared_memory,
         terms.backend,
+        is_close=os.environ.get("LOCAL_WORLD_SIZE", str(terms.size)) == str(terms.size),
     )
     try:
         result = worker(crew)

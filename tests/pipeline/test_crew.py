@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream import Group, Pipeline, StepReport
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline import Crew, Mesh, Requests, StageFailure, StageState, launch_crew
+from slipstream.pipeline.crew import Place, choose_members
 from slipstream.pipeline.partition import cut, tied_parameters
 from slipstream.shape import destinations
 
@@ -50,6 +51,7 @@ def train_in_shapes(crew: Crew, task: Task, shapes: Shapes, options: dict[str, A
     """The last shape's weights here, and the bytes that came from others."""
     start: StageState | None = None
     state: StageState | None = None
+    order: list[int] | None = None
     num_bytes, weights = 0, dict[str, Tensor]()
     for index, (until, num_stages, num_replicas) in enumerate(shapes):
         mesh = Mesh(num_stages, num_replicas)
@@ -57,8 +59,8 @@ def train_in_shapes(crew: Crew, task: Task, shapes: Shapes, options: dict[str, A
         if index > 0:
             crew.leave()
             moved = crew.exchange(state, partial(destinations, holders(task, sizes), mesh))
-            start, num_bytes = moved.state, num_bytes + moved.num_bytes
-        transport, state = crew.take_places(mesh), None
+            start, order, num_bytes = moved.state, moved.order, num_bytes + moved.num_bytes
+        transport, state = crew.take_places(mesh, order), None
         pipeline = transport and Pipeline(
             transport,
             copy.deepcopy(task.model),
@@ -125,6 +127,15 @@ def test_processes_hand_their_state_to_one_another(replicas):
     weights, num_bytes = run_in_shapes(task, shapes, threads=False)
     assert largest_difference(weights, expected) <= 1e-12
     assert all(received > 0 for received in num_bytes[1:])  # the first keeps what it had, or gets it back
+
+
+def test_a_place_goes_to_whoever_has_most_of_what_is_needed_there():
+    """Two stages of two layers become four: each keeps one, and the others go to those that stood by."""
+    places = {f"master/{name}": Place(rank, "float32", (8, 4)) for name, rank in zip("abcd", [0, 0, 1, 1], strict=True)}
+    holders = [{"a"}, {"b"}, {"c"}, {"d"}]
+    assert choose_members(places, partial(destinations, holders, Mesh(4)), 4) == [0, 2, 1, 3]
+    places = {f"master/{name}": Place(rank, "float32", (8, 4)) for name, rank in zip("abcd", [0, 2, 1, 3], strict=True)}
+    assert choose_members(places, partial(destinations, [{"a", "b"}, {"c", "d"}], Mesh(2)), 4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
