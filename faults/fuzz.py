@@ -33,7 +33,7 @@ import torch
 
 from slipstream import cli
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 90.0
 """After which a case counts as hung."""
 LASTING_SECONDS = 1.5
 """How long one that has begun to train, and may take for ever, is watched."""
@@ -143,7 +143,7 @@ def _be_the_program(arguments: Sequence[str], folder: Path, out: Path, err: Path
 
 def _left_over(group: int) -> int:
     """Stages end themselves when the process that started them is gone, but not in the same moment."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while True:
         alive = sum(_is_alive_in(group, entry) for entry in os.listdir("/proc") if entry.isdigit())
         if not alive or time.monotonic() > deadline:

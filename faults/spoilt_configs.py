@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
     "model.sequence_length": 16,
     "data.sources": ["../text.txt"],
     "pipeline.transport": "thread",
-    "pipeline.timeout_seconds": 15.0,
+    "pipeline.timeout_seconds": 60.0,
     "train.steps": 2,
     "train.microbatch_size": 1,
     "evaluation.batches": 1,

@@ -294,7 +294,7 @@ def _study(dice: random.Random, folder: Path, templates: Path) -> Case:
             lines[place] = dice.choice([f"{name} = {value}", "", lines[place] * 2, f"{name}.x = {value}"])
         words = lines[place]
         path.write_text("\n".join(lines))
-    return Case(f"study: {words}", ["study", "../grid.toml", "--jobs", "1"], timeout=40.0, may_last=True)
+    return Case(f"study: {words}", ["study", "../grid.toml", "--jobs", "1"], timeout=120.0, may_last=True)
 
 
 def _profile(dice: random.Random, folder: Path, templates: Path) -> Case:
