@@ -109,7 +109,7 @@ TRAIN_MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "sentence"), TRAIN_MISTAKES, ids=[mistake for mistake, _ in TRAIN_MISTAKES])
 def test_a_mistake_is_one_sentence_before_anything_happens(mistake, sentence, tiny, here, capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.trainer.launch", lambda *args, **kwargs: pytest.fail("a stage was started"))
+    monkeypatch.setattr("slipstream.trainer.launch_crew", lambda *args, **kwargs: pytest.fail("a stage was started"))
     (here / "empty.txt").touch()
     (here / "short.txt").write_text("abc")
     (here / "used").mkdir()
@@ -175,7 +175,7 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
     ("arguments", "sentence"),
     [
         ("trian", "command 'trian' is unknown: did you mean train?"),
-        ("fly", "command 'fly' is unknown: known are train, schedule, plan, profile, bench, study, report"),
+        ("fly", "command 'fly' is unknown: known are train, reshape, schedule, plan, profile, bench, study, report"),
         ("schedule", "NAME is missing: see slipstream schedule --help"),
         ("schedule pipe", "schedule 'pipe' is unknown: choose one of"),
         ("schedule two_bw --stages x", "stages = 'x' cannot be: write a whole number"),

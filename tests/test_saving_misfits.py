@@ -66,7 +66,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("how", FORGERIES)
 def test_a_checkpoint_with_right_digests_and_wrong_content_is_refused_before_anything_starts(how, saved, monkeypatch):
-    monkeypatch.setattr("slipstream.trainer.launch", lambda *args, **kwargs: pytest.fail("a stage was started"))
+    monkeypatch.setattr("slipstream.trainer.launch_crew", lambda *args, **kwargs: pytest.fail("a stage was started"))
     change, sentence = FORGERIES[how]
     folder = newest(saved)
     record = json.loads((folder / "stage-1.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,7 +29,6 @@ from slipstream.pipeline.sharding import assign_owners
 from slipstream.schedule import Schedule
 
 NUM_STEPS = 12
-launching_module = sys.modules["slipstream.pipeline.launch"]  # the package has a function of this name
 
 
 def groups(lam: float = 1.0) -> list[Group]:
@@ -145,7 +143,7 @@ def test_replicas_that_share_the_optimizer_follow_the_oracle(schedule, num_stage
 @pytest.mark.parametrize("sharded", [True, False])
 def test_messages_through_the_memory_of_hosts_follow_the_oracle(monkeypatch, sharded):
     """As between GPUs over gloo; here without the GPUs."""
-    monkeypatch.setattr(launching_module, "ProcessTransport", partial(ProcessTransport, is_staged=True))
+    monkeypatch.setattr("slipstream.pipeline.crew.ProcessTransport", partial(ProcessTransport, is_staged=True))
     launching = {"threads": False, "shared_memory": False}
     follow_the_oracle(language_model(tied=True), 2, 2, 2, launching, shard_optimizer=sharded)
 
