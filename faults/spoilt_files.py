@@ -350,8 +350,10 @@ def _damage(dice: random.Random, newest: Path) -> str:
         other.rename(path)
         (newest / "aside").rename(other)
         return f"{path.name} for {other.name}"
-    if how == "older":
-        shutil.copyfile(newest.with_name(f"step-{STEPS - 1:08d}") / path.name, path)
+    # A busy machine may have left one out.
+    older = sorted(other for other in newest.parent.glob("step-*") if other != newest and (other / path.name).exists())
+    if how == "older" and older:
+        shutil.copyfile(older[-1] / path.name, path)
         return f"an older {path.name}"
     if how == "lost":
         path.unlink()
