@@ -162,7 +162,8 @@ class Reshaping:
             following = None if state is None else self._following(state.step)
             self._crew.as_first(key, json.dumps(None if state is None else [state.step, str(following)]))
         waiting = lambda: "the first process to say how the run goes on"  # noqa: E731
-        word = json.loads(self._crew.hear(f"said/{key}", waiting, is_working=self._crew.place is not None))
+        # Of a run that is over, the first process may still be writing its last checkpoint, however long that takes.
+        word = json.loads(self._crew.hear(f"said/{key}", waiting, is_working=state is not None))
         if word is None:
             return None
         step, text = word
