@@ -43,7 +43,7 @@ BEGUN = "; writing "
 """In what `slipstream train` says when it has checked all it can, and starts the stages."""
 EXCUSES = {
     "diverged": ("not finite", "inf or nan", " is nan", " is inf", " is -inf"),
-    "no memory": ("MemoryError", "can't allocate memory"),
+    "no memory": ("MemoryError", "can't allocate memory", "has no room for", "can't start new thread"),
 }
 """One sentence and exit code 1, for reasons that no check could have known: it began, and what it says of them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import string
 import types
@@ -230,8 +231,9 @@ def _may_last(settings: Mapping[str, Any]) -> bool:
 
 def _may_write(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Where the run is, and nowhere else."""
-    folder = settings.get("run.folder", "runs")
-    return (str(Path("here", str(folder), str(settings.get("run.name", "default")))), f"here/{folder}".rstrip("/"))
+    folder = os.path.normpath(Path("here", str(settings.get("run.folder", "runs"))))
+    run = os.path.normpath(Path(folder, str(settings.get("run.name", "default"))))
+    return (run,) if folder == os.curdir else (run, folder)
 
 
 # ---- what is of another type, and where it does not belong

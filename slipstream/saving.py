@@ -31,6 +31,7 @@ from .optim import RECIPES
 from .optim.groups import assign
 from .parts import parameter_groups
 from .pipeline import Pipeline, Requests, StageState, StateError, StepReport, Transport
+from .pipeline.reduction import NUM_PRODUCTS
 from .pipeline.state import FACTS, TENSOR, check_names, is_tensor, merge_facts, tensor_names
 from .pipeline.update import sample
 from .schedule import Schedule
@@ -220,6 +221,7 @@ def check_fits(found: Checkpoint, config: Config, model: ModelConfig) -> None:
         _check_weights(found, expected)
         _check_versions(found, schedule_of(config), expected)
         _check_optimizers(found, config, expected)
+        _check_products(found, len(parameter_groups(config)))
     except StateError as error:
         raise ConfigError(f"{where} does not fit the configured model: {error}") from error
 
@@ -247,6 +249,15 @@ def _check_weights(found: Checkpoint, expected: Mapping[str, torch.Size]) -> Non
         if kind in ("master", "working", "sample") and not dtype.is_floating_point:
             raise StateError(f"{name} is of {dtype}")
     check_names(masters, expected)
+
+
+def _check_products(found: Checkpoint, num_groups: int) -> None:
+    products = {name: about for name, about in found.names().items() if name.startswith("products/")}
+    if not products:
+        raise StateError("the products of the latest updates are missing")
+    for name, (dtype, shape) in products.items():
+        if (dtype, shape) != (torch.float64, (num_groups, NUM_PRODUCTS)):
+            raise StateError(f"{name[:200]} is {shape} of {dtype}, not {(num_groups, NUM_PRODUCTS)} of torch.float64")
 
 
 def _check_versions(found: Checkpoint, schedule: Schedule, expected: Mapping[str, torch.Size]) -> None:

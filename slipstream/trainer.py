@@ -150,6 +150,7 @@ def _check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
 
 
 def _make_folder(folder: Path, config: Config, keep: bool) -> None:
+    made = [parent for parent in folder.parents if not parent.exists()]
     try:
         if folder.exists() and not keep:
             shutil.rmtree(folder)
@@ -157,6 +158,9 @@ def _make_folder(folder: Path, config: Config, keep: bool) -> None:
         (folder / COMMAND_NAME).unlink(missing_ok=True)  # to an earlier part of the run
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
+        for parent in made:  # a refusal leaves nothing behind
+            with suppress(OSError):
+                parent.rmdir()
         raise _unwritable(folder, error) from error
 
 

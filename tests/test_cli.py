@@ -135,6 +135,12 @@ def test_an_unwritable_folder_is_refused(tiny, here, capsys, monkeypatch):
     assert "run.folder = 'runs' cannot take the folder 'tiny' (Permission denied): use another" in sentence
 
 
+def test_a_name_that_no_folder_can_have_leaves_nothing_behind(tiny, here, capsys):
+    long = changed(tiny, run__folder="some/runs", run__name="x" * 300)
+    assert "cannot take the folder" in refusal(["train", *as_arguments(long)], capsys)
+    assert not Path("some").exists()
+
+
 def test_unreadable_data_is_refused(tiny, here, capsys, monkeypatch):
     def deny(config: object) -> None:
         raise PermissionError(13, "Permission denied", "secret.txt")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from settings import changed
 
 from slipstream.config import Config, ConfigError
@@ -73,6 +75,28 @@ def test_a_checkpoint_with_right_digests_and_wrong_content_is_refused_before_any
     change(record)
     seal(folder, "stage-1", record)
     with pytest.raises(ConfigError, match="the checkpoint of step 2") as refused:
+        train(saved)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("products, sentence", [
+    (torch.zeros(0, 3, dtype=torch.float64), "products/1.0 is (0, 3) of torch.float64, not (2, 3)"),
+    (torch.zeros(2, 3), "products/1.0 is (2, 3) of torch.float32, not (2, 3) of torch.float64"),
+    (None, "the products of the latest updates are missing"),
+])  # fmt: skip
+def test_products_of_another_shape_are_refused(products, sentence, saved):
+    folder = newest(saved)
+    for stage in range(2):
+        path = folder / f"stage-{stage}.safetensors"
+        tensors = load_file(path)
+        name = f"products/{stage}.0"
+        if products is None:
+            del tensors[name]
+        elif stage == 1:
+            tensors[name] = products
+        save_file(tensors, path)
+        seal(folder, f"stage-{stage}", json.loads((folder / f"stage-{stage}.json").read_text()))
+    with pytest.raises(ConfigError) as refused:
         train(saved)
     assert sentence in str(refused.value)
 

@@ -243,14 +243,17 @@ def _launch_processes(
     pipes: list[Connection] = []
     try:
         for rank in range(terms.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(  # type: ignore[attr-defined]
-                target=_process_main,
-                args=(worker, rank, terms, theirs),
-                name=terms.name(rank),
-                daemon=True,
-            )
-            process.start()
+            try:
+                ours, theirs = context.Pipe()
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=_process_main,
+                    args=(worker, rank, terms, theirs),
+                    name=terms.name(rank),
+                    daemon=True,
+                )
+                process.start()
+            except OSError as error:
+                raise _no_room(terms, rank, error) from None
             theirs.close()
             processes.append(process)
             pipes.append(ours)
@@ -267,6 +270,13 @@ def _launch_processes(
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def _no_room(terms: Terms, rank: int, error: Exception) -> StageFailure:
+    return StageFailure(
+        f"this machine has no room for {terms.size} stages, all replicas counted: {terms.name(rank)} could not be "
+        f"started ({error}); use fewer of them"
+    )
 
 
 @contextmanager
@@ -375,8 +385,13 @@ def _launch_threads(worker: Member[Result], terms: Terms) -> list[Result]:
     num_threads = torch.get_num_threads()
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
+    everyone = threading.Barrier(terms.size)
 
     def run(rank: int) -> None:
+        try:
+            everyone.wait()
+        except threading.BrokenBarrierError:  # another could not be started
+            return
         torch.set_num_threads(num_threads)  # OpenMP starts every thread with a limit of its own
         crew = ThreadCrew(shapes, rank)
         try:
@@ -386,8 +401,12 @@ def _launch_threads(worker: Member[Result], terms: Terms) -> list[Result]:
             crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}")
 
     members = [threading.Thread(target=run, args=(r,), name=terms.name(r), daemon=True) for r in range(terms.size)]
-    for thread in members:
-        thread.start()
+    for rank, thread in enumerate(members):
+        try:
+            thread.start()
+        except RuntimeError as error:
+            everyone.abort()
+            raise _no_room(terms, rank, error) from None
     for thread in members:
         thread.join()
     if errors:

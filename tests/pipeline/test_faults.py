@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +203,21 @@ def test_a_stage_that_is_gone_before_it_is_told_anything_is_named(monkeypatch):
     monkeypatch.setattr("torch.distributed.TCPStore", late)
     with pytest.raises(StageFailure, match=r"stage \d left without a word \(exit code 3\)"):
         launch(lambda transport: None, 2, start_method="fork")
+
+
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
+def test_more_stages_than_a_machine_can_start_are_refused_in_a_sentence(threads, monkeypatch):
+    kind = threading.Thread if threads else ForkProcess
+    start = kind.start
+
+    def refuse(self: Any) -> None:
+        if self.name == "stage 2":
+            raise RuntimeError("can't start new thread") if threads else OSError("Resource temporarily unavailable")
+        start(self)
+
+    monkeypatch.setattr(kind, "start", refuse)
+    with pytest.raises(StageFailure, match=r"no room for 3 stages, .*: stage 2 could not be started \(.*\); use fewer"):
+        launch(lambda transport: pytest.fail("it began"), 3, threads=threads, start_method="fork")
 
 
 def test_processes_that_torchrun_starts_again_do_not_take_the_word_of_those_before():
