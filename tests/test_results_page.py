@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import results
 from page import with_table
 
+from slipstream.study.grid import load_grid
+from slipstream.study.record import read_records
+
+ROOT = Path(results.DOCS).parent
 PAGE = (Path(results.DOCS) / "results.md").read_text(encoding="utf-8")
 
 
@@ -20,3 +25,11 @@ def test_every_figure_on_the_page_is_there() -> None:
     assert figures
     for name in figures:
         assert (results.DOCS / name).stat().st_size > 5_000, name
+
+
+@pytest.mark.parametrize("logged", sorted(ROOT.glob("benchmarks/study_*/*.jsonl")), ids=lambda path: path.stem)
+def test_whoever_runs_a_logged_study_again_finds_its_cells_done(logged: Path) -> None:
+    cells = {cell.id: cell for cell in load_grid(ROOT / "configs" / "studies" / f"{logged.stem}.toml").cells}
+    for record in read_records(logged):
+        assert record.id in cells, f"{record.mode}, seed {record.seed}, {record.setting}"
+        assert record.baseline == cells[record.id].synchronous().id

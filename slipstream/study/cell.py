@@ -117,7 +117,7 @@ class Cell:
         """Of everything that decides its numbers, and of nothing else. What is off, zero or not given does not count:
         a new field that is off by default leaves old ids alone."""
         sections: dict[str, Any] = {name: _set_fields(section) for name, section in vars(self.config).items()}
-        for name in ("run", "pipeline"):
+        for name in ("run", "pipeline", "checkpoint"):
             del sections[name]
         for name in ("track_alignment", "non_finite"):
             sections["train"].pop(name, None)

@@ -38,7 +38,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @launched
 @pytest.mark.parametrize("layout", ["rows", "columns", "every other"])
-@pytest.mark.parametrize(("n", "rows", "depth"), [(1, 130, 40), (3, 64, 70), (2, 257, 128), (1, 1, 1)])
+@pytest.mark.parametrize(("n", "rows", "depth"), [(1, 130, 40), (3, 64, 70), (2, 257, 128), (2, 256, 192), (1, 1, 1)])
 def test_symmetric_product_is_right_for_any_shape_and_stride(n: int, rows: int, depth: int, layout: str) -> None:
     from slipstream.optim.triton_kernels import symmetric_product
 

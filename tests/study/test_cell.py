@@ -62,6 +62,7 @@ def test_what_is_only_said_of_a_cell_does_not_change_it(cell: Cell) -> None:
         with_config(cell, train__track_alignment=False),
         with_config(cell, train__recompute_every=1),
         with_config(cell, pipeline__transport="thread", pipeline__timeout_seconds=1.0),
+        with_config(cell, checkpoint__keep_last=5, checkpoint__at_end=False),
         replace(cell, mode="other", setting={"train.steps": 3}),
         replace(cell, compute_dtype=cell.config.train.dtype),
     ]
