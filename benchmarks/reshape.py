@@ -93,9 +93,9 @@ def run_in_float64(config: Config) -> str:
     return said.stdout.decode().split(": ")[-1].strip()
 
 
-def table(rows: list[dict[str, Any]], parameters: int, difference: str | None) -> str:
+def table(rows: list[dict[str, Any]], machine: str) -> str:
     lines = [
-        f"{parameters:,} parameters, float32, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
+        f"{machine}, float32",
         "",
         "| from | to | MB moved | moving, s | pause, s: median | of all rounds | a step, s |",
         "|---|---|---|---|---|---|---|",
@@ -109,8 +109,6 @@ def table(rows: list[dict[str, Any]], parameters: int, difference: str | None) -
             f"| {', '.join(f'{pause:.2f}' for pause in pauses)} "
             f"| {statistics.median(row['step_seconds'] for row in those):.1f} |"
         )
-    if difference is not None:
-        lines += ["", f"Largest difference from the oracle in float64, relative: {difference}"]
     return "\n".join(lines) + "\n"
 
 
@@ -124,12 +122,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(arguments.layers, Path(folder))
         parameters = num_parameters(check(config).model)
-        rows = [] if arguments.oracle else measure_pauses(config, arguments.rounds)
-        difference = run_in_float64(config) if arguments.oracle else None
-    text = table(rows, parameters, difference)
+        machine = f"{parameters:,} parameters, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+        if arguments.oracle:
+            found: dict[str, Any] = {"difference": run_in_float64(config)}
+            text = f"{machine}\n\nLargest difference from the oracle in float64, relative: {found['difference']}\n"
+        else:
+            found = {"rows": measure_pauses(config, arguments.rounds)}
+            text = table(found["rows"], machine)
     print(text)
     if arguments.output:
-        arguments.output.write_text(json.dumps({"rows": rows, "difference": difference}, indent=2) + "\n")
+        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
         arguments.output.with_suffix(".md").write_text(text)
 
 

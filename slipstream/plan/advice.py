@@ -54,23 +54,46 @@ class Given:
 
 
 def _use_one_stage(search: Search, whole: Option, best: Option | None, given: Given) -> Advice:
-    num_devices = search.cluster.num_devices
-    size = f"{_gib(whole.memory[0].most)} of {_gib(search.cluster.memory)} GiB"
-    if num_devices == 1:
-        sentences = [f"The model fits on the one device ({size}): there is nothing to cut."]
-    else:
-        sentences = [
-            f"Pipeline parallelism is the wrong tool here: the model fits on one device ({size}). Use data parallelism "
-            "or FSDP on all of them: no bubble, no delay, no cut to balance.",
-            "With pipeline.stages = 1 the trainer does the former, a replica on every device (pipeline.replicas).",
-        ]
-    if best is not None and best.tokens_per_second > (1 + MUCH) * whole.tokens_per_second:
-        gain = best.tokens_per_second / whole.tokens_per_second - 1
-        sentences.append(
-            f"{best.schedule} on {best.num_stages} stages is predicted {gain:.0%} faster than plain replicas, each of "
-            "which sums all gradients and makes the whole update, where a pipeline shares it among its stages."
-        )
-    return Advice(tuple(sentences), whole, _command(whole, given))
+    """best: of the pipelines that the trainer plays."""
+    fits = f"the model fits on one device ({_gib(whole.memory[0].most)} of {_gib(search.cluster.memory)} GiB)"
+    if search.cluster.num_devices == 1:
+        return Advice((f"There is nothing to cut: {fits}.",), whole, _command(whole, given))
+    sentences = [
+        f"Pipeline parallelism is the wrong tool here: {fits}. Use data parallelism or FSDP on all of them: no "
+        "bubble, no delay, no cut to balance.",
+        "With pipeline.stages = 1 the trainer does the former, a replica on every device (pipeline.replicas).",
+    ]
+    replicas, typed = whole, given
+    if best is not None and _is_much_faster(best, whole) and not search.config.optimizer.sharded:
+        shared = _shared(search).best(DATA_PARALLEL)
+        if isinstance(shared, Option) and shared.fits and _is_much_faster(shared, whole):
+            gain = shared.tokens_per_second / whole.tokens_per_second - 1
+            sentences.append(
+                f"Let them share the update, which else each of them makes for all the model (--optimizer.sharded): "
+                f"{gain:.0%} faster, {shared.tokens_per_second:,.0f} tokens/s."
+            )
+            config = replace(given.config, optimizer=replace(given.config.optimizer, sharded=True))
+            replicas, typed = shared, replace(given, config=config)
+    if best is None or not _is_much_faster(best, replicas):
+        return Advice(tuple(sentences), replicas, _command(replicas, typed))
+    gain = best.tokens_per_second / replicas.tokens_per_second - 1
+    pipeline = f"{best.schedule} on {best.num_stages} stages"
+    even = "" if replicas is whole else ", even if they share the update (--optimizer.sharded)"
+    overlapped = replicas.tokens_per_second / max(replicas.bubble, 1 - replicas.bubble)
+    if overlapped < best.tokens_per_second:
+        sentence = f"{pipeline} is predicted {gain:.0%} faster than a replica on each{even}, though {fits}."
+        return Advice((sentence,), best, _command(best, given))
+    sentences = [
+        f"Pipeline parallelism is the wrong tool here: {fits}. Use FSDP on all of them, which hides the sums of "
+        f"gradients behind the backward: up to {overlapped:,.0f} tokens/s, no bubble, no delay, no cut to balance.",
+        f"This trainer's replicas wait for their sums, {replicas.bubble:.0%} of a step. Of what it plays, {pipeline} "
+        f"is the fastest: {gain:.0%} faster than a replica on each{even}.",
+    ]
+    return Advice(tuple(sentences), best, _command(best, given))
+
+
+def _is_much_faster(one: Option, other: Option) -> bool:
+    return one.tokens_per_second > (1 + MUCH) * other.tokens_per_second
 
 
 def _use_pipeline(
@@ -136,8 +159,7 @@ def _sharing(search: Search, found: Mapping[str, Option]) -> list[str]:
     """What fits only where replicas share the optimizer: the fastest of it."""
     if search.config.optimizer.sharded or search.cluster.num_devices == 1:
         return []
-    config = replace(search.config, optimizer=replace(search.config.optimizer, sharded=True))
-    shared = replace(search, config=config, memory_model=replace(search.memory_model, config=config))
+    shared = _shared(search)
     too_large = [name for name, option in found.items() if not option.fits and _is_trainable(option)]
     options = [option for option in map(shared.best, too_large) if isinstance(option, Option)]
     fitting = [option for option in options if option.fits and option.num_replicas > 1]
@@ -150,6 +172,12 @@ def _sharing(search: Search, found: Mapping[str, Option]) -> list[str]:
         f"fit too, {best.num_replicas} replicas with {_gib(best.memory[best.largest_stage].most)} GiB on a device: "
         f"{best.tokens_per_second:,.0f} tokens/s."
     ]
+
+
+def _shared(search: Search) -> Search:
+    """The same where replicas share the optimizer."""
+    config = replace(search.config, optimizer=replace(search.config.optimizer, sharded=True))
+    return replace(search, config=config, memory_model=replace(search.memory_model, config=config))
 
 
 def _is_trainable(option: Option) -> bool:

@@ -103,6 +103,8 @@ def plan(arguments: list[str]) -> None:
     options = _search(search)
     train_device = "cpu" if device.name == "cpu" else "cuda"
     advice = advise(search, options, Given(path, default, config, train_device))
+    if advice.choice is not None:  # replicas may be better off if they share the optimizer
+        options[advice.choice.schedule] = advice.choice
     _print(screen, search, device, options, advice)
     _write(given, search, options, advice, screen)
 

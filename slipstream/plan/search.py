@@ -18,7 +18,7 @@ from ..pipeline import partition
 from ..schedule import SCHEDULES as RUNNABLE
 from .costs import ModelCosts
 from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
-from .predict import FLUSHING, SCHEDULES, Prediction, StageCosts, predict, why_not
+from .predict import FLUSHING, IN_CHUNKS, SCHEDULES, Prediction, StageCosts, predict, why_not
 
 ALIKE = 0.02
 """Options whose speeds differ by less than this share are taken to be equally fast."""
@@ -203,12 +203,13 @@ class Search:
         """All microbatches through the slowest stage, and the share of filling and draining that is idle; exact only
         for stages that are alike."""
         costs = self._stage_costs(layers, size, num_replicas)
+        sending = self._sending(name, num_microbatches, size) if len(layers) > 1 else 0.0
         slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         steady = max(slots) + (2 * costs.latency if name not in ("gpipe", "pipedream", "two_bw_double") else 0.0)
         # With too few microbatches to fill it, every schedule that drains idles.
         few = 1 - num_microbatches / (2 * len(layers)) if name in FLUSHING else 0.0
         idle = max(IDLE.get(name, 0.0), few) * (sum(slots) - max(slots))
-        step_time = num_microbatches * steady + idle + max(costs.update)
+        step_time = max(num_microbatches * steady + idle + max(costs.update), sending)
         tokens = num_replicas * num_microbatches * size * self.model.sequence_length
         guess = tokens / self._with_replicas(name, step_time, layers, num_replicas)
         return Trial(layers, num_replicas, num_microbatches, size, guess)
@@ -217,7 +218,9 @@ class Search:
         name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
         costs = self._stage_costs(trial.layers, trial.microbatch_size, trial.num_replicas)
         prediction = predict(name, costs, trial.num_microbatches)
-        step_time = self._with_replicas(name, prediction.step_time, trial.layers, trial.num_replicas)
+        sending = self._sending(name, trial.num_microbatches, trial.microbatch_size) if len(trial.layers) > 1 else 0.0
+        alone = max(prediction.step_time, sending)
+        step_time = self._with_replicas(name, alone, trial.layers, trial.num_replicas)
         sequences = trial.num_replicas * trial.num_microbatches * trial.microbatch_size
         memory = tuple(
             self.memory_model.stage_memory(stage, trial.microbatch_size)
@@ -247,9 +250,18 @@ class Search:
         return replace(costs, update=update)
 
     def _latency(self, microbatch_size: int) -> float:
+        return self.cluster.latency + self._message(microbatch_size) / self.cluster.bandwidth
+
+    def _sending(self, name: str, num_microbatches: int, microbatch_size: int) -> float:
+        """How long a link is taken in a step, in one direction. A prediction lets messages overtake each other's time,
+        so that a schedule with many in flight would hide any link; none is faster than this."""
+        passes = 2 if name in IN_CHUNKS else 1
+        return passes * num_microbatches * self._message(microbatch_size) / self.cluster.bandwidth
+
+    def _message(self, microbatch_size: int) -> int:
+        """Bytes."""
         bytes_each = self.memory_model.dtypes.compute.itemsize
-        message = microbatch_size * self.model.sequence_length * self.model.dim * bytes_each
-        return self.cluster.latency + message / self.cluster.bandwidth
+        return microbatch_size * self.model.sequence_length * self.model.dim * bytes_each
 
     def _with_replicas(self, name: str, step_time: float, layers: tuple[int, ...], num_replicas: int) -> float:
         """A ring sums the gradients of a stage over its replicas: every device sends them nearly twice. It ends before

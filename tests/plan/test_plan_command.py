@@ -35,10 +35,50 @@ def refusal(capsys, *words: str) -> str:
 
 
 def test_a_model_that_fits_on_one_device_is_sent_to_data_parallelism(capsys):
-    said = plan(capsys, "--devices", "2", "--batch-tokens", "128", *SMALL)
+    said = plan(capsys, "--devices", "2", "--batch-tokens", "4096", *SMALL)
     assert "Pipeline parallelism is the wrong tool here" in said
     assert "a replica on every device (pipeline.replicas)" in said
     assert "estimated" in said
+    assert recommended(said).startswith("data parallel ")
+
+
+def recommended(said: str) -> str:
+    (row,) = [line for line in said.splitlines() if "<- recommended" in line]
+    return row
+
+
+def test_replicas_are_told_to_share_an_update_that_would_take_each_of_them_long(capsys):
+    said = plan(capsys, "--devices", "8", "--model.preset", "1b")
+    assert "Pipeline parallelism is the wrong tool here" in said
+    assert "Let them share the update" in said
+    assert recommended(said).startswith("data parallel ")
+    assert "--pipeline.replicas 8" in said and "--optimizer.sharded --train" in said
+
+
+def test_where_replicas_would_wait_for_slow_links_it_is_fsdp_or_a_pipeline(capsys):
+    mixed = ["--train.compute-dtype", "bfloat16", "--optimizer.newton-schulz-dtype", "bfloat16"]
+    said = plan(capsys, "--devices", "64", "--model.preset", "1b", *mixed, "--bandwidth-gbps", "400")
+    assert "Pipeline parallelism is the wrong tool here" in said
+    assert "Use FSDP on all of them, which hides the sums of gradients" in said
+    assert "This trainer's replicas wait for their sums" in said
+    assert recommended(said).startswith("two_bw ")
+    assert "--pipeline.stages 4 --pipeline.replicas 16" in said and "--optimizer.sharded --train" not in said
+
+
+def test_a_pipeline_that_beats_even_fsdp_is_recommended_though_the_model_fits(capsys):
+    said = plan(capsys, "--devices", "8", "--model.preset", "3b", "--train.compute-dtype", "bfloat16")
+    assert "though the model fits on one device" in said
+    assert recommended(said).startswith("two_bw ")
+
+
+def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path):
+    """Where the link is all that counts, many messages in flight do not help."""
+    path, tokens = tmp_path / "plan.json", 4096
+    plan(capsys, "--devices", "2", "--batch-tokens", str(tokens), "--bandwidth-gbps", "1", "--json", str(path), *SMALL)
+    for row in json.loads(path.read_text())["options"]:
+        if row["schedule"] != "data parallel":
+            bytes_sent = tokens * 32 * 4 * (2 if row["schedule"] in ("interleaved_1f1b", "zero_bubble_v") else 1)
+            assert row["tokens_per_second"] <= tokens / (bytes_sent / (1e9 / 8)) * (1 + 1e-9)
 
 
 def test_a_model_too_large_for_one_device_gets_a_pipeline_and_a_command_that_the_trainer_takes(capsys, tmp_path):
