@@ -13,8 +13,8 @@ Three questions, each with its answer printed:
 2. What do two weight versions and error feedback weigh, against one version? Bytes asked of the allocator for weights
    and masters, beside what the rule says: 2 bytes a working copy, 4 a master.
 3. Does the host ever wait for the device on the step path? Calls of the CUDA runtime that wait, as the profiler counts
-   them, by thread; per step: those of a long run less those of a short one, so that the beginning and the end of a
-   run do not count. The stages' own threads should have none.
+   them, and those of our own by thread; per step: those of a long run less those of a short one, so that the beginning
+   and the end of a run do not count. The stages' own threads should have none.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -159,7 +160,7 @@ def weigh(config: Config, parts: Parts) -> dict[str, int]:
 
 
 def count_waits(config: Config, parts: Parts) -> dict[str, float]:
-    """Per step, and by the name of the thread."""
+    """Per step: by the profiler, whose threads have no names, and by the names of the threads that wait for events."""
     short, long = (replace(config, train=replace(config.train, steps=steps)) for steps in (10, 30))
     train(short, parts)  # everything lazy has happened
     few, many = profile(short, parts), profile(long, parts)
@@ -167,26 +168,29 @@ def count_waits(config: Config, parts: Parts) -> dict[str, float]:
 
 
 def profile(config: Config, parts: Parts) -> Counter[str]:
-    names: dict[int | None, str] = {}
+    waits: Counter[str] = Counter()
+    wait_for_event = torch.cuda.Event.synchronize
 
-    def worker(transport: Transport) -> None:
-        for _ in make_pipeline(transport, config, parts).run():
-            names.update({thread.native_id: thread.name for thread in threading.enumerate()})
+    def counted(event: torch.cuda.Event) -> None:
+        waits[f"{threading.current_thread().name}: waits for an event"] += 1
+        wait_for_event(event)
 
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        launch(worker, config.pipeline.stages, threads=True)
+    with (
+        mock.patch.object(torch.cuda.Event, "synchronize", counted),
+        torch.profiler.profile(activities=activities) as p,
+    ):
+        train(config, parts)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "profile.json")
-        profile.export_chrome_trace(str(path))
+        p.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    waits: Counter[str] = Counter()
     for event in events:
-        name, thread = event.get("name", ""), names.get(event.get("tid"), "autograd")
+        name = event.get("name", "")
         if name.startswith(WAITS) and not name.endswith("Async"):
-            waits[f"{thread}: {name}"] += 1
-        if name.startswith("cudaLaunchKernel") or name.startswith("cuLaunchKernel"):
-            waits[f"{thread}: launches"] += 1
+            waits[f"profiler: {name}"] += 1
+        if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")):
+            waits["profiler: launches"] += 1
     return waits
 
 

@@ -118,7 +118,7 @@ def _use_pipeline(
     if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
-    sentences += _sharing(search, found)
+    sentences += _sharing(search, found, best.tokens_per_second)
     idle = search.cluster.num_devices - best.num_devices
     if idle:
         sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
@@ -155,14 +155,21 @@ def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
     return Advice(tuple(sentences), None, None)
 
 
-def _sharing(search: Search, found: Mapping[str, Option]) -> list[str]:
-    """What fits only where replicas share the optimizer: the fastest of it."""
+def _sharing(search: Search, found: Mapping[str, Option], least: float = 0.0) -> list[str]:
+    """What fits only where replicas share the optimizer: the fastest of it. Of pipelines, only one that makes more than
+    the least tokens per second is worth a word."""
     if search.config.optimizer.sharded or search.cluster.num_devices == 1:
         return []
     shared = _shared(search)
     too_large = [name for name, option in found.items() if not option.fits and _is_trainable(option)]
     options = [option for option in map(shared.best, too_large) if isinstance(option, Option)]
-    fitting = [option for option in options if option.fits and option.num_replicas > 1]
+    fitting = [
+        option
+        for option in options
+        if option.fits
+        and option.num_replicas > 1
+        and (option.schedule == DATA_PARALLEL or option.tokens_per_second > least)
+    ]
     if not fitting:
         return []
     best = max(fitting, key=lambda option: option.tokens_per_second)
