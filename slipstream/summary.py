@@ -46,7 +46,7 @@ def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], c
     own = {
         "utilisation": clock.split().utilisation,
         "time_split": clock.split().shares()._asdict(),
-        "overhead": clock.split().other / clock.num_actions if clock.num_actions else math.nan,
+        "executor": clock.executor_seconds_per_action,
         "background_update": clock.background_seconds / clock.num_background_updates
         if clock.num_background_updates
         else 0.0,
@@ -115,7 +115,8 @@ def summarise(
         and {"per_stage": expectation.expected_by_stage, "mean": expectation.expected},
         "time_split": [stage["time_split"] for stage in stages],
         "background_update_seconds": [stage["background_update"] for stage in stages],
-        "executor_microseconds_per_action": [1e6 * stage["overhead"] for stage in stages],
+        "executor_microseconds_per_action": [1e6 * stage["executor"][0] for stage in stages],
+        "executor_cpu_microseconds_per_action": [1e6 * stage["executor"][1] for stage in stages],
         "delay": {"min": min(delays), "max": max(delays)},
         "live_weight_versions": max(stage["versions"] for stage in stages),
         "microbatches_in_flight": [stage["in_flight"] for stage in stages],

@@ -43,6 +43,7 @@ class Row:
     utilisation: Spread | None
     ideal: float | None
     overhead_seconds: float | None
+    overhead_cpu_seconds: float | None
     """slipstream: the executor's own time per action, averaged over stages."""
     predicted_seconds: float | None
     """slipstream: the simulator's step time, fed the costs of the same round; the median."""
@@ -69,6 +70,7 @@ def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int]
     predictions = [predicted_seconds(rival, world, each) for each in rounds if each.costs]
     differences = [p / each.seconds_per_step - 1 for p, each in zip(predictions, rounds, strict=False)]
     overheads = [statistics.fmean(stage.overhead for stage in each.costs) for each in rounds if each.costs]
+    on_the_cpu = [statistics.fmean(stage.overhead_cpu for stage in each.costs) for each in rounds if each.costs]
     units = rival.num_microbatches * (SEQUENCE_LENGTH if is_real else 1)
     return Row(
         name=rival.name,
@@ -77,6 +79,7 @@ def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int]
         utilisation=Spread.of(utilisations),
         ideal=ideal_utilisation(rival, world, rounds[0].facts) if rounds else None,
         overhead_seconds=statistics.median(overheads) if overheads else None,
+        overhead_cpu_seconds=statistics.median(on_the_cpu) if on_the_cpu else None,
         predicted_seconds=statistics.median(predictions) if predictions else None,
         difference=statistics.median(differences) if differences else None,
         memory_bytes=max(memory) if memory else None,
@@ -119,6 +122,7 @@ def table_of(world: World, rows: Sequence[Row]) -> str:
         "lowest - highest",
         "ideal",
         "overhead per action, us",
+        "on the CPU",
         "predicted step, ms",
         "off by",
         *(["memory, MiB"] if is_real else []),
@@ -134,6 +138,7 @@ def table_of(world: World, rows: Sequence[Row]) -> str:
             _range(row.utilisation, 1, ".3f"),
             _number(row.ideal, ".3f"),
             _number(row.overhead_seconds, ".0f", scale=1e6),
+            _number(row.overhead_cpu_seconds, ".0f", scale=1e6),
             _number(row.predicted_seconds, ".1f", scale=1000),
             _number(row.difference, "+.1f", " %", scale=100),
             *([_number(row.memory_bytes, ".0f", scale=2**-20)] if is_real else []),

@@ -86,6 +86,8 @@ class StageCosts:
     the sum over stages. On the stage that comes last to it, none of it is waiting for others."""
     overhead: float
     """The executor's own, per action: neither computing, nor waiting, nor reading data."""
+    overhead_cpu: float = 0.0
+    """The part of it that the stage's thread had a core for."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,14 @@ def _costs(clock: Clock, num_microbatches: int) -> StageCosts:
         seconds = [span.end - span.start for span in spans if span.activity is activity]
         return fmean(seconds) if seconds else 0.0
 
+    overhead, overhead_cpu = clock.executor_seconds_per_action if clock.num_actions else (0.0, 0.0)
     return StageCosts(
         forward=mean(Activity.DATA) + mean(Activity.FORWARD),
         backward=mean(Activity.BACKWARD),
         update=0.0 if clock.num_background_updates else mean(Activity.UPDATE),
         sums=mean(Activity.WAIT_SUMS),
-        overhead=clock.split().other / clock.num_actions if clock.num_actions else 0.0,
+        overhead=overhead,
+        overhead_cpu=overhead_cpu,
     )
 
 

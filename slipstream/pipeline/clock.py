@@ -96,6 +96,7 @@ class Watcher(Protocol):
 class _Reading(NamedTuple):
     num_actions: int
     seconds: tuple[float, ...]
+    executor_cpu: float
 
     def since(self, earlier: _Reading) -> TimeSplit:
         return TimeSplit(*(now - then for now, then in zip(self.seconds, earlier.seconds, strict=True)))
@@ -115,6 +116,7 @@ class Clock:
         self._seconds = [0.0] * len(Activity)
         self._activity, self._since = Activity.OTHER, 0.0
         self._action: Action | None = None
+        self._executor_cpu, self._cpu_since = 0.0, time.thread_time()
         self._steady: _Reading | None = None
         self._latest: _Reading | None = None
         self._reported = self._read()
@@ -140,6 +142,10 @@ class Clock:
             self.watcher.at(activity, action)
         if isinstance(now, float):
             assert isinstance(self._origin, float)
+            cpu = time.thread_time()
+            if self._activity is Activity.OTHER:
+                self._executor_cpu += cpu - self._cpu_since
+            self._cpu_since = cpu
             self._turn(now - self._origin, activity, action)
         else:
             self._passing.append((now, activity, action))
@@ -188,7 +194,7 @@ class Clock:
         self._activity, self._action, self._since = activity, action, now
 
     def _read(self) -> _Reading:
-        return _Reading(self._num_actions, tuple(self._seconds))
+        return _Reading(self._num_actions, tuple(self._seconds), self._executor_cpu)
 
     @property
     def latest(self) -> list[Span]:
@@ -210,6 +216,15 @@ class Clock:
     def num_actions(self) -> int:
         """Played in the steady window; updates in the background are not among them."""
         return self._latest.num_actions - self._steady.num_actions if self._latest and self._steady else 0
+
+    @property
+    def executor_seconds_per_action(self) -> tuple[float, float]:
+        """Of the steady window, by the wall's clock and by the thread's own, which stands still while the core is
+        another's, such as an update's in the background. nan before there is a window, and the latter on CUDA."""
+        if not self.num_actions or self._steady is None or self._latest is None:
+            return math.nan, math.nan
+        cpu = math.nan if self._cuda else self._latest.executor_cpu - self._steady.executor_cpu
+        return self.split().other / self.num_actions, cpu / self.num_actions
 
     def split_since_last(self) -> TimeSplit:
         """Since this was asked before; on CUDA, as far as it is known yet."""

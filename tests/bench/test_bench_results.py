@@ -12,7 +12,7 @@ from slipstream.bench.rivals import BARE_LOOP, Rival, StageCosts
 from slipstream.bench.world import Outcome, Round, World
 
 BARE, OURS, THEIRS = Rival(BARE_LOOP, 2), Rival("ours", 2, "two_bw"), Rival("theirs", 2, "ScheduleDualPipeV")
-COSTS = (StageCosts(forward=0.01, backward=0.02, update=0.0, sums=0.0, overhead=50e-6),) * 2
+COSTS = (StageCosts(forward=0.01, backward=0.02, update=0.0, sums=0.0, overhead=50e-6, overhead_cpu=30e-6),) * 2
 
 
 def world(workload: str) -> World:
@@ -31,6 +31,7 @@ def test_a_row_has_the_median_round_and_the_spread():
     assert row.utilisation.median == pytest.approx(0.06 / 0.064)
     assert row.per_second == pytest.approx(2 / 0.064)
     assert row.overhead_seconds == pytest.approx(50e-6)
+    assert row.overhead_cpu_seconds == pytest.approx(30e-6)
     assert row.predicted_seconds == pytest.approx(0.0602)
     assert row.difference == pytest.approx(0.0602 / 0.064 - 1)
 
@@ -47,7 +48,7 @@ def test_the_table_says_why_a_rival_has_no_figures():
     text = markdown(worlds, [rows_of(worlds[0], outcomes(), [None] * 3)])
     assert "### emulated compute, P = 2, m = 2, equal processes" in text
     assert "- theirs: torch says: no" in text
-    assert "| ours | 31.2 | 64.0 | 60.0 - 80.0 | 0.938 | 0.750 - 1.000 | 1.000 | 50 | 60.2 | -5.9 % |" in text
+    assert "| ours | 31.2 | 64.0 | 60.0 - 80.0 | 0.938 | 0.750 - 1.000 | 1.000 | 50 | 30 | 60.2 | -5.9 % |" in text
 
 
 def test_the_prediction_error_is_the_median_over_the_matrix_whatever_the_sign():

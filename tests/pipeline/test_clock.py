@@ -45,6 +45,21 @@ def test_the_steady_window_opens_with_the_first_backward_and_closes_with_the_lat
     assert clock.split().shares().backward == 0.5
 
 
+def test_the_executor_is_charged_for_what_it_computes_and_told_apart_from_what_it_was_kept_waiting(clock, monkeypatch):
+    cpu = [0.0]
+    monkeypatch.setattr("slipstream.pipeline.clock.time.thread_time", lambda: cpu[0])
+    assert all(map(math.isnan, clock.executor_seconds_per_action))
+    for microbatch in range(3):
+        play(clock, Activity.BACKWARD, f"0B{microbatch}@v0", 2.0)
+        cpu[0] += 2.0  # in which it computes
+        play(clock, Activity.OTHER, None, 0.5)
+        cpu[0] += 0.125  # another thread had the core for the rest
+        play(clock, Activity.FORWARD, f"0F{microbatch + 1}@v0", 1.0)
+        cpu[0] += 1.0
+    clock.enter(Activity.OTHER)
+    assert clock.executor_seconds_per_action == pytest.approx((0.25, 0.0625))  # two actions to one of these
+
+
 def test_all_activities_add_up_to_the_wall_time(clock):
     for step in range(3):
         for activity in Activity:
