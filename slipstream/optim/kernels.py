@@ -1,6 +1,6 @@
 """What is worth a kernel of its own on a GPU, with plain torch beside it for every other place.
 
-    symmetric_product  a X X^T and its like: half of the tiles are computed, the other half is their mirror image
+    symmetric_product  X X^T and its like: half of the tiles are computed, the other half is their mirror image
     advance_momentum   momentum and direction in one pass, the direction rounded to the dtype of Newton-Schulz
     apply_update       parameter and predicted parameter in one pass
     adamw_step         all of AdamW in one pass, where plain torch makes nine and two temporaries
@@ -41,21 +41,24 @@ def _on_triton(tensor: Tensor) -> bool:
 
 def symmetric_product(
     X: Tensor,  # (n, rows, depth), any strides
+    Y: Tensor | None = None,  # likewise; X Y^T must be symmetric, as it is if both are symmetric and commute
     *,
     alpha: float = 1.0,
     added: Tensor | None = None,  # (n, rows, rows), symmetric
     beta: float = 0.0,
     diagonal: float = 0.0,
 ) -> Tensor:
-    """alpha X X^T + beta added + diagonal I, for each matrix of the stack. `diagonal` comes with `added` only."""
+    """alpha X Y^T + beta added + diagonal I, for each matrix of the stack. Without Y, X X^T; `diagonal` comes with
+    `added` only."""
+    Y = X if Y is None else Y
     if _on_triton(X) and X.dtype == torch.bfloat16 and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32:
         from .triton_kernels import symmetric_product as by_triton
 
-        return by_triton(X, alpha, added, beta, diagonal)
+        return by_triton(X, Y, alpha, added, beta, diagonal)
     if added is None:
-        product = torch.bmm(X, X.mT)
+        product = torch.bmm(X, Y.mT)
         return product if alpha == 1 else product.mul_(alpha)
-    product = torch.baddbmm(added, X, X.mT, beta=beta, alpha=alpha)
+    product = torch.baddbmm(added, X, Y.mT, beta=beta, alpha=alpha)
     product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     return product
 

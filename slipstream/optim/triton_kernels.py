@@ -34,8 +34,8 @@ ELEMENTS = 1024
 
 @triton.jit
 def _symmetric_product(
-    x_ptr, added_ptr, out_ptr, rows, depth,
-    x_batch, x_row, x_col, added_batch, added_row, added_col, out_batch, out_row,
+    x_ptr, y_ptr, added_ptr, out_ptr, rows, depth,
+    x_batch, x_row, x_col, y_batch, y_row, y_col, added_batch, added_row, added_col, out_batch, out_row,
     alpha, beta, diagonal,
     HAS_ADDED: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -48,13 +48,14 @@ def _symmetric_product(
         return
     batch = tl.program_id(1).to(tl.int64)  # a stack may hold more than 2^31 elements
     x_ptr += batch * x_batch
+    y_ptr += batch * y_batch
     added_ptr += batch * added_batch
     out_ptr += batch * out_batch
     r = i * BLOCK + tl.arange(0, BLOCK)
     c = j * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, DEPTH)
     left = x_ptr + r[:, None] * x_row + k[None, :] * x_col
-    right = x_ptr + c[None, :] * x_row + k[:, None] * x_col
+    right = y_ptr + c[None, :] * y_row + k[:, None] * y_col
     accumulator = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
         if IS_EVEN:
@@ -65,7 +66,7 @@ def _symmetric_product(
             y = tl.load(right, mask=(c[None, :] < rows) & (k[:, None] < depth - start), other=0.0)
         accumulator = tl.dot(x, y, accumulator)
         left += DEPTH * x_col
-        right += DEPTH * x_col
+        right += DEPTH * y_col
     inside = (r[:, None] < rows) & (c[None, :] < rows)
     value = alpha * accumulator
     if HAS_ADDED:
@@ -79,15 +80,15 @@ def _symmetric_product(
         tl.store(out_ptr + c[:, None] * out_row + r[None, :], tl.trans(tile), mask=mirrored)
 
 
-def symmetric_product(X: Tensor, alpha: float, added: Tensor | None, beta: float, diagonal: float) -> Tensor:
+def symmetric_product(X: Tensor, Y: Tensor, alpha: float, added: Tensor | None, beta: float, diagonal: float) -> Tensor:
     n, rows, depth = X.shape
     out = torch.empty(n, rows, rows, dtype=X.dtype, device=X.device)
     base = out if added is None else added  # a pointer is wanted even where it is not followed
     num_tiles = triton.cdiv(rows, TILING.block)
     with _device(X):
         _symmetric_product[(num_tiles * num_tiles, n)](
-            X, base, out, rows, depth,
-            *X.stride(), *base.stride(), out.stride(0), out.stride(1),
+            X, Y, base, out, rows, depth,
+            *X.stride(), *Y.stride(), *base.stride(), out.stride(0), out.stride(1),
             alpha, beta, diagonal,
             HAS_ADDED=added is not None, IS_EVEN=rows % TILING.block == 0 and depth % TILING.depth == 0,
             BLOCK=TILING.block, DEPTH=TILING.depth,

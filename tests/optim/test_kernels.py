@@ -47,14 +47,27 @@ def test_symmetric_product_is_right_for_any_shape_and_stride(n: int, rows: int, 
         X = random(n, rows, 2 * depth, dtype=NARROW)[:, :, ::2]
     X = X * depth**-0.5
     wide = X.double()
-    product = symmetric_product(X, 1.0, None, 0.0, 0.0)
+    product = symmetric_product(X, X, 1.0, None, 0.0, 0.0)
     assert distance(product, wide @ wide.mT) < 3e-3
     assert torch.equal(product, product.mT)
     added = random(n, rows, rows, seed=1, dtype=NARROW)
     added = added + added.mT
-    found = symmetric_product(X, 2.5, added, -0.75, 3.0)
+    found = symmetric_product(X, X, 2.5, added, -0.75, 3.0)
     expected = 2.5 * wide @ wide.mT - 0.75 * added.double() + 3.0 * torch.eye(rows, device=DEVICE)
     assert distance(found, expected) < 3e-3
+
+
+@launched
+@pytest.mark.parametrize("rows", [64, 130, 256])
+def test_symmetric_product_takes_two_matrices_that_commute(rows: int) -> None:
+    from slipstream.optim.triton_kernels import symmetric_product
+
+    X = random(2, rows, rows, dtype=NARROW) * rows**-0.5
+    A = (X @ X.mT).to(NARROW)
+    B = (A @ A).to(NARROW)
+    product = symmetric_product(A, B, 1.0, None, 0.0, 0.0)
+    assert distance(product, A.double() @ B.double()) < 5e-3
+    assert torch.equal(product, product.mT)
 
 
 @launched

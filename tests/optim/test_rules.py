@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.optim import rules
 from slipstream.optim.rules import SCALES, adamw_update, momentum_direction, muon_update, newton_schulz, shape_scale
 
 MUON: dict[str, Any] = {
@@ -73,6 +75,22 @@ def test_newton_schulz_in_bf16_is_the_same_iteration(shape: tuple[int, int]) -> 
     expected = newton_schulz(stack, dtype=torch.float64, scale=0.25)
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() < 0.06 * b.norm()
+
+
+@quiet_bf16
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("decades", [0, 2, 4])
+def test_two_steps_at_once_err_hardly_more_than_one_by_one(
+    decades: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Singular values over so many decades: what A loses of the small ones in rounding, no later step may blow up."""
+    matrix = matrix_with_singular_values(32, 128, low=10.0**-decades, high=1.0)
+    expected = newton_schulz(matrix, steps, torch.float64)
+    together = newton_schulz(matrix, steps, torch.bfloat16)
+    monkeypatch.setattr(rules, "WIDE", math.inf)
+    one_by_one = newton_schulz(matrix, steps, torch.bfloat16)
+    assert not torch.equal(together, one_by_one)
+    assert (together - expected).norm() < 2 * (one_by_one - expected).norm()
 
 
 @quiet_bf16
