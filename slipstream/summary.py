@@ -83,11 +83,13 @@ def summarise(
     stages: list[dict[str, Any]],
     losses: list[float],
     val_loss: float | None,
+    first_step: int,
     seconds: float,
     expectation: Expectation | None,
     pipeline: Pipeline,
 ) -> dict[str, Any]:
-    first_step, end = pipeline.schedule.first_step, pipeline.executor.end or 0
+    """first_step, seconds: of all that was trained since the start, whatever shapes it had."""
+    end = pipeline.executor.end or 0
     parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
     checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
     utilisations = [stage["utilisation"] for stage in stages]

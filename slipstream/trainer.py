@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -44,6 +45,9 @@ from .shape import COMMAND_NAME, Shape, moments, next_moment, num_processes, sha
 from .status import status_file
 from .summary import gather_stages, leave_actions, leave_behind, summarise
 
+MAX_PROCESSES_PER_CORE = 32
+"""Each has torch loaded, and a few hundred megabytes."""
+
 
 def run_folder(config: Config) -> Path:
     return Path(config.run.folder) / config.run.name
@@ -57,6 +61,7 @@ def train(config: Config) -> None:
     folder = run_folder(config)
     if is_first:
         _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
+    _check_processes(config)
     parts = check(config)
     check_moments(config)
     store = checkpoint_store(config, folder)
@@ -116,6 +121,16 @@ class Beginning:
     def as_first(self, crew: Crew) -> Beginning:
         """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
         return Beginning(**json.loads(crew.as_first("beginning", json.dumps(asdict(self)))))
+
+
+def _check_processes(config: Config) -> None:
+    """A slip in a number of replicas must not take the machine down."""
+    most = MAX_PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if not under_torchrun() and config.pipeline.transport == "process" and (count := num_processes(config)) > most:
+        raise ConfigError(
+            f"pipeline.stages x pipeline.replicas (or pipeline.reshape, pipeline.processes) come to {count} processes, "
+            f"more than the {most} that this machine's cores are trusted with: use fewer, or torchrun on more machines"
+        )
 
 
 def _has_summary(folder: Path, step: int) -> bool:
@@ -183,6 +198,7 @@ def train_process(crew: Crew, config: Config, beginning: Beginning, wishes: Wish
         wishes or Wishes(config.checkpoint.every_minutes if crew.rank == 0 else 0.0),
         Commands(config, run_folder(config), Screen().print) if crew.rank == 0 else None,
         config.pipeline.sync_start_steps if found is None else sync_start_steps(found, schedule_of(config)),
+        beginning.resumed_at or 0,
     )
     reshaping = Reshaping(crew, config, run.commands)
     shape = shape_at(config, beginning.resumed_at or 0)
@@ -215,6 +231,9 @@ class Run:
     commands: Commands | None
     """Of the first process."""
     sync_start_steps: int
+    first_step: int
+    """Where it was taken up."""
+    started: float = field(default_factory=time.perf_counter)
     reshapes: list[dict[str, Any]] = field(default_factory=list)
     savers: list[Saver] = field(default_factory=list)
     """Of all shapes: one may still be writing when the next is taken on."""
@@ -279,7 +298,11 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
     saver.finish(was_stopped)
     stages = gather_stages(transport, pipeline, delays, config)
     if metrics:
-        summary = summarise(config, parts, stages, losses, val_loss, seconds, metrics.expectation, pipeline)
+        if run.reshapes:  # the metrics are of the last shape
+            seconds = time.perf_counter() - run.started
+        summary = summarise(
+            config, parts, stages, losses, val_loss, run.first_step, seconds, metrics.expectation, pipeline
+        )
         summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
         leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)
     if was_stopped:

@@ -60,6 +60,8 @@ def test_a_run_that_changes_its_shape_says_what_one_says_that_does_not(base, tra
     ]
     assert all(r["bytes_moved"] > 0 and r["pause_seconds"] > r["exchange_seconds"] > 0 for r in summary["reshapes"])
     assert (summary["stages"], summary["replicas"], summary["layers_per_stage"]) == (2, 1, [1, 3])
+    assert (summary["resumed_at"], summary["tokens"]) == (None, summary_of(base)["tokens"])
+    assert summary["seconds"] > sum(r["pause_seconds"] for r in summary["reshapes"])
     assert summary["config"]["pipeline"]["reshape"] == ["5=4", "9=2x2", "12=2/1,3"]
     assert run(["report", str(folder_of(config)), "--output", str(folder_of(config) / "report.html")]) == 0
 
@@ -116,11 +118,14 @@ def test_a_run_that_is_taken_up_again_has_the_shape_of_its_step(base):
     for step in (14,):
         for path in (folder_of(whole) / "checkpoints").glob(f"step-*{step}"):
             path.rename(path.with_name("put-away"))
+    tokens = summary_of(whole)["tokens"]
     (folder_of(whole) / "summary.json").unlink()
     rows = rows_of(whole)
     train(again)
     assert rows_of(again) == rows
     assert [(r["step"], r["before"]) for r in summary_of(again)["reshapes"]] == [(10, "4")]
+    assert summary_of(again)["resumed_at"] == 7
+    assert summary_of(again)["tokens"] == tokens * 9 // 16
 
 
 @pytest.mark.parametrize(("fields", "message"), [
