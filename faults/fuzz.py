@@ -183,12 +183,17 @@ def violations(case: Case, outcome: Outcome, changes: Sequence[str]) -> list[str
         found.append(f"exit code {outcome.code}")
     elif case.must_say not in outcome.out:
         found.append(f"it says nothing of {case.must_say!r}")
-    elsewhere = [path for path in changes if not path.startswith(case.may_write)]
+    elsewhere = [path for path in changes if not _may_change(path, case.may_write)]
     if elsewhere and outcome.code != 2:
         found.append(f"files changed where it had no business: {', '.join(elsewhere[:3])}")
     if outcome.code == 2 and 2 not in case.codes:
         found.append("a refusal of what is right")
     return found
+
+
+def _may_change(path: str, may_write: Sequence[str]) -> bool:
+    """What is in these folders, and the folders that they are in, which may have had to be made."""
+    return any(path.startswith(folder) or folder.startswith(f"{path}/") for folder in may_write)
 
 
 def excuse(outcome: Outcome) -> str:
