@@ -45,8 +45,8 @@ from .shape import COMMAND_NAME, Shape, moments, next_moment, num_processes, sha
 from .status import status_file
 from .summary import gather_stages, leave_actions, leave_behind, summarise
 
-MAX_PROCESSES_PER_CORE = 32
-"""Each has torch loaded, and a few hundred megabytes."""
+MAX_STAGES_PER_CORE = 32
+"""As a process, each has torch loaded, and a few hundred megabytes."""
 
 
 def run_folder(config: Config) -> Path:
@@ -125,11 +125,12 @@ class Beginning:
 
 def _check_processes(config: Config) -> None:
     """A slip in a number of replicas must not take the machine down."""
-    most = MAX_PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if not under_torchrun() and config.pipeline.transport == "process" and (count := num_processes(config)) > most:
+    most, is_threaded = MAX_STAGES_PER_CORE * (os.cpu_count() or 1), config.pipeline.transport == "thread"
+    if (is_threaded or not under_torchrun()) and (count := num_processes(config)) > most:
         raise ConfigError(
-            f"pipeline.stages x pipeline.replicas (or pipeline.reshape, pipeline.processes) come to {count} processes, "
-            f"more than the {most} that this machine's cores are trusted with: use fewer, or torchrun on more machines"
+            f"pipeline.stages x pipeline.replicas (or pipeline.reshape, pipeline.processes) come to {count} "
+            f"{'threads' if is_threaded else 'processes'}, more than the {most} that this machine's cores are trusted "
+            "with: use fewer, or torchrun on more machines"
         )
 
 

@@ -135,10 +135,11 @@ def test_an_unwritable_folder_is_refused(tiny, here, capsys, monkeypatch):
     assert "run.folder = 'runs' cannot take the folder 'tiny' (Permission denied): use another" in sentence
 
 
-def test_more_processes_than_the_machine_can_carry_are_refused(tiny, here, capsys):
-    config = changed(tiny, pipeline__transport="process", pipeline__replicas=50 * (os.cpu_count() or 1))
+@pytest.mark.parametrize(("transport", "kind"), [("process", "processes"), ("thread", "threads")])
+def test_more_stages_than_the_machine_can_carry_are_refused(tiny, here, capsys, transport, kind):
+    config = changed(tiny, pipeline__transport=transport, pipeline__replicas=50 * (os.cpu_count() or 1))
     sentence = refusal(["train", *as_arguments(config)], capsys)
-    assert f"come to {2 * config.pipeline.replicas} processes" in sentence
+    assert f"come to {2 * config.pipeline.replicas} {kind}" in sentence
     assert "use fewer, or torchrun on more machines" in sentence
     assert not Path(config.run.folder).exists()
 
