@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -156,28 +157,30 @@ JSON_VALUES: list[Any] = [
 
 def _spoil_json(dice: random.Random, tree: Any) -> tuple[str, bytes]:
     """Still JSON, mostly, but not what it was."""
-    words = []
+    words, is_deep = [], False
     for _ in range(dice.choice([1, 1, 1, 2, 5])):
         holder, key = _somewhere(dice, tree)
         how = dice.choice(["replace", "replace", "replace", "delete", "rename", "add", "nest", "copy"])
         words.append(f"{how} {key!r:.60}")
         if holder is None:
-            tree = dice.choice(JSON_VALUES)
+            tree = deepcopy(dice.choice(JSON_VALUES))
             break
         if how == "replace":
-            holder[key] = dice.choice(JSON_VALUES)
+            holder[key] = deepcopy(dice.choice(JSON_VALUES))
         elif how == "delete":
             del holder[key]
         elif how == "rename" and isinstance(holder, dict):
             holder[dice.choice(["", "x", f"{key}x", "stage"])] = holder.pop(key)
         elif how == "add" and isinstance(holder, list):
-            holder.insert(key, dice.choice(JSON_VALUES))
+            holder.insert(key, deepcopy(dice.choice(JSON_VALUES)))
         elif how == "add":
-            holder["unheard_of"] = dice.choice(JSON_VALUES)
+            holder["unheard_of"] = deepcopy(dice.choice(JSON_VALUES))
         elif how == "nest":
             value = holder[key]
-            for _ in range(dice.choice([1, 5, 600])):
+            depth = dice.choice([1, 5, 600])
+            for _ in range(1 if is_deep else depth):  # twice as deep, and no JSON would be written
                 value = [value]
+            is_deep |= depth > 5
             holder[key] = value
         elif isinstance(holder, dict):
             holder[key] = dice.choice(list(holder.values()))
