@@ -61,9 +61,9 @@ def train(config: Config) -> None:
     folder = run_folder(config)
     if is_first:
         _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
-    _check_processes(config)
     parts = check(config)
     check_moments(config)
+    _check_processes(config)
     store = checkpoint_store(config, folder)
     # One process decides: others might look while this one puts away what a crash has left, and see something else.
     found = newest(store, config, parts.model, Screen().print) if config.checkpoint.resume and is_first else None
