@@ -42,6 +42,11 @@ class Requests(NamedTuple):
 NUM_REQUESTS = len(Requests())
 
 
+def num_sums(num_groups: int) -> int:
+    """Numbers that are summed over stages: the loss, requests, products of updates and squared norms."""
+    return 1 + NUM_REQUESTS + (NUM_PRODUCTS + 1) * num_groups
+
+
 @dataclass(frozen=True)
 class Sums:
     """What the stages together know of a batch."""

@@ -37,6 +37,7 @@ from ..optim.optimizer import stack_elements
 from ..parts import parameter_groups, recomputed_layers
 from ..pipeline.executor import LOOKAHEAD
 from ..pipeline.recompute import Recomputing
+from ..pipeline.reduction import num_sums
 from ..pipeline.update import Updater
 from ..pipeline.versions import WeightVersions
 from .dtypes import Dtypes
@@ -180,6 +181,9 @@ class MemoryModel:
         if stage.background_update:
             # The others' gradients are waited for while the next microbatches compute.
             work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
+            overlap += (
+                2 * 8 * num_sums(len(parameter_groups(self.config)))
+            )  # a vector, and what it is put together from
         else:  # the update comes between two microbatches: the last one's activations are gone, or all of them
             freed = activations if stage.flushes else passes.activations
             work, overlap = max(compute_work, update_work - freed), 0
