@@ -181,9 +181,8 @@ class MemoryModel:
         if stage.background_update:
             # The others' gradients are waited for while the next microbatches compute.
             work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
-            overlap += (
-                2 * 8 * num_sums(len(parameter_groups(self.config)))
-            )  # a vector, and what it is put together from
+            # The sums over stages: a vector, and what it is put together from.
+            overlap += 2 * 8 * num_sums(len(parameter_groups(self.config)))
         else:  # the update comes between two microbatches: the last one's activations are gone, or all of them
             freed = activations if stage.flushes else passes.activations
             work, overlap = max(compute_work, update_work - freed), 0
