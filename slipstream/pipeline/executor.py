@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -166,6 +166,9 @@ class Executor:
         self._evaluation_loss: Tensor | None = None
         self._evaluated: nn.Module | None = None
         self._pending: Pending | None = None
+        self._to_begin: Callable[[], Any] | None = None
+        """For the background, at the stage's next pause."""
+        self._begun: Future[Any] | None = None
         self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
         self._copied: Event = None
         self.end: int | None = schedule.num_steps if until is None else until
@@ -272,7 +275,6 @@ class Executor:
     # ---- the four actions
 
     def _forward(self, action: Action) -> None:
-        clock = self.clock
         step, microbatch = divmod(action.microbatch, self._schedule.num_microbatches)
         if microbatch == 0:
             self._first_read[step] = action.version
@@ -280,13 +282,13 @@ class Executor:
         if not self._is_first:
             for tensor in _differentiable(inputs):
                 tensor.requires_grad_()
-        clock.enter(Activity.FORWARD, action)
+        self._enter(Activity.FORWARD, action)
         outputs = self._versions.module(action.version)(_unpack(inputs))
         if self._is_last:
             loss = self._task.loss(outputs, targets) * self._task.loss_scale(step)
             self._batch_loss = loss.detach() if self._batch_loss is None else self._batch_loss + loss.detach()
             outputs = loss
-        clock.enter(Activity.OTHER)
+        self.clock.enter(Activity.OTHER)
         message = _pack(outputs)
         if not self._is_last:
             detached = tuple(tensor.detach() for tensor in message)
@@ -300,17 +302,16 @@ class Executor:
         flight = self._in_flight.popleft()
         assert flight.microbatch == action.microbatch, f"{action} finds microbatch {flight.microbatch} in flight"
         pairs: list[tuple[Tensor, Tensor | None]] = [(flight.outputs[0], None)]
-        clock = self.clock
         if not self._is_last:
-            clock.enter(Activity.WAIT_GRADIENTS, action)
+            self._enter(Activity.WAIT_GRADIENTS, action)
             gradients = self._transport.backward_in.take(lambda: f"the gradient of {action}")
             pairs = list(zip(_differentiable(flight.outputs), gradients, strict=True))
-        clock.enter(Activity.BACKWARD, action)
+        self._enter(Activity.BACKWARD, action)
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         if pairs:
             with self._backward_lock:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        clock.enter(Activity.OTHER)
+        self.clock.enter(Activity.OTHER)
         if not self._is_first:
             inputs = _differentiable(flight.inputs)
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
@@ -332,7 +333,7 @@ class Executor:
             self._updater.products,
             self.clock.split().utilisation,
             self.clock.split_since_last(),
-            self._requests(),
+            self._task.requests(),
         )
         self._batch_loss = None
         has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
@@ -345,14 +346,12 @@ class Executor:
             update = self._beside(finished, lambda: self._update_beside(step, finished))
             self._pending = Pending(lambda action: self._take_update(action, update()))
 
-    def _requests(self) -> Tensor:
-        requests = self._task.requests()
-        # Nearly always nothing is asked for: no reason to send that to a device.
-        numbers = torch.zeros(len(requests), device=self._device)
-        return torch.tensor(requests, device=self._device).to(numbers.dtype) if any(requests) else numbers
-
     def _beside(self, finished: Finished, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Does it in the background, beside the stage's other actions. What comes back waits for it."""
+        """Does it in the background, beside the stage's other actions. What comes back waits for it.
+
+        Not at once: it would take the core or the interpreter from the stage, whose neighbours wait for what it does
+        until it computes or waits itself.
+        """
         ready = self._streams.now()
 
         def run() -> tuple[Result, Event]:
@@ -360,10 +359,11 @@ class Executor:
             with self._streams.updating(ready, used):
                 return work(), self._streams.now()
 
-        future = self._background.submit(run)
+        self._to_begin = run
 
         def take() -> Result:
-            result, done = future.result()
+            assert self._begun is not None, "taken before the stage paused"
+            result, done = self._begun.result()
             self._streams.compute_after(done)
             return result
 
@@ -381,7 +381,7 @@ class Executor:
 
     def _apply(self, action: Action, finished: Finished, sums: Sums) -> StepReport:
         """In the foreground."""
-        self.clock.enter(Activity.UPDATE, action)
+        self._enter(Activity.UPDATE, action)
         return self._make(action.microbatch // self._schedule.num_microbatches, finished, sums)
 
     def _reduce(self, step: int, finished: Finished) -> Sums:
@@ -423,7 +423,7 @@ class Executor:
     def _update(self, action: Action) -> StepReport:
         pending, self._pending = self._pending, None
         assert pending is not None, f"{action} comes before the end of its batch"
-        self.clock.enter(Activity.WAIT_SUMS, action)
+        self._enter(Activity.WAIT_SUMS, action)
         report = pending.finish(action)
         self.clock.enter(Activity.OTHER)
         self._versions.close_next()
@@ -442,7 +442,7 @@ class Executor:
         evaluation = self._task.evaluation
         assert evaluation is not None, f"{action} finds no evaluation set"
         inputs, targets = self._read(action, lambda: evaluation(action.microbatch))
-        self.clock.enter(Activity.EVALUATION, action)
+        self._enter(Activity.EVALUATION, action)
         if action.microbatch == 0:
             self._evaluated = self._module_to_evaluate(action)
         assert self._evaluated is not None
@@ -473,17 +473,23 @@ class Executor:
         masters = gather_masters(self._transport, self._owners, self._versions, dtypes, waiting, aside=True)
         return self._versions.with_weights(masters)
 
-    # ---- what goes in and out
+    # ---- the clock, and what goes in and out
+
+    def _enter(self, activity: Activity, action: Action) -> None:
+        """From now on the stage computes, reads or waits, and the background may have the core."""
+        if self._to_begin is not None:
+            self._begun, self._to_begin = self._background.submit(self._to_begin), None
+        self.clock.enter(activity, action)
 
     def _read(self, action: Action, data: Callable[[], tuple[Any, Any]]) -> tuple[Message, Any]:
         """The first stage reads inputs, the last one targets, the others neither."""
         inputs, targets = (), None
         if self._is_first or self._is_last:
-            self.clock.enter(Activity.DATA, action)
+            self._enter(Activity.DATA, action)
             inputs, targets = self._on_device(data())
         if self._is_first:
             return _pack(inputs), targets
-        self.clock.enter(Activity.WAIT_ACTIVATIONS, action)
+        self._enter(Activity.WAIT_ACTIVATIONS, action)
         return self._transport.forward_in.take(lambda: f"the activations of {action}"), targets
 
     def _on_device(self, value: Any) -> Any:

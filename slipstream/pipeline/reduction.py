@@ -77,8 +77,8 @@ class Finished:
     utilisation: float
     split: TimeSplit
     """Of the stage's time since its last batch."""
-    requests: Tensor
-    """This stage's, as numbers."""
+    requests: Requests
+    """This stage's."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,9 @@ class Reducer:
         """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
         other stages to get there."""
         stage, num_stages = self.transport.stage, self.transport.num_stages
+        requests = _as_numbers(finished.requests, finished.products.device)
         if self.transport.num_replicas > 1:
-            self._add_replicas(finished, waiting)
+            self._add_replicas(finished, requests, waiting)
         gathers = [
             (name, self.transport.gather(finished.gradients[name].clone(), tied.stages))
             for name, tied in self.tied.items()
@@ -112,7 +113,7 @@ class Reducer:
             total = finished.gradients[name].copy_(first)
             for other in others:
                 total += other
-        own = self._vector(finished)
+        own = self._vector(finished, requests)
         if self.owners is not None:
             self.transport.add_replicas([own]).wait(waiting)
         times = torch.tensor([finished.utilisation, *finished.split], dtype=torch.float64)
@@ -125,14 +126,14 @@ class Reducer:
     def _is_own(self, name: str) -> bool:
         return self.owners is None or self.owners[name] == self.transport.replica
 
-    def _add_replicas(self, finished: Finished, waiting: Waiting) -> None:
+    def _add_replicas(self, finished: Finished, requests: Tensor, waiting: Waiting) -> None:
         """Leaves the gradients that are to be stepped here."""
         gradients = finished.gradients
         names = sorted(gradients)
         sums = [gradients[name] if self.dtype is None else gradients[name].to(self.dtype) for name in names]
         if self.owners is None:
             losses = [] if finished.loss is None else [finished.loss]
-            self.transport.add_replicas([*sums, *losses, finished.requests]).wait(waiting)
+            self.transport.add_replicas([*sums, *losses, requests]).wait(waiting)
         else:  # the loss is summed with the vector
             self.transport.add_replicas(sums, [self.owners[name] for name in names]).wait(waiting)
         for name, total in zip(names, sums, strict=True):
@@ -140,7 +141,7 @@ class Reducer:
             if self._is_own(name):
                 gradients[name] = total.to(gradient.dtype)
 
-    def _vector(self, finished: Finished) -> Tensor:
+    def _vector(self, finished: Finished, requests: Tensor) -> Tensor:
         """[loss, requests..., products..., squared norms...]"""
         device = finished.products.device
         squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.group_names]
@@ -149,8 +150,9 @@ class Reducer:
                 group = self.group_of[name]
                 squares[group] = squares[group] + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         loss = squares[0].new_zeros(()) if finished.loss is None else finished.loss.to(torch.float64)
-        requests = finished.requests.to(torch.float64)
-        return torch.cat([loss.reshape(1), requests, finished.products.flatten(), torch.stack(squares)])
+        return torch.cat(
+            [loss.reshape(1), requests.to(torch.float64), finished.products.flatten(), torch.stack(squares)]
+        )
 
     def _add_up(self, vectors: Sequence[Tensor], stages: Sequence[int]) -> Sums:
         times, rows = zip(*((row[:NUM_TIMES], row[NUM_TIMES:]) for row in map(Tensor.tolist, vectors)), strict=True)
@@ -177,6 +179,12 @@ class Reducer:
 
 def _total(column: Sequence[float]) -> float:
     return math.fsum(column) if all(map(math.isfinite, column)) else math.nan
+
+
+def _as_numbers(requests: Requests, device: torch.device) -> Tensor:
+    numbers = torch.zeros(len(requests), device=device)
+    # Nearly always nothing is asked for: no reason to send that to a device.
+    return torch.tensor(requests, device=device).to(numbers.dtype) if any(requests) else numbers
 
 
 def _to_host(vector: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from slipstream.model import decoder, initialise
 from slipstream.parts import parameter_groups, recomputed_layers
 from slipstream.pipeline.clock import Activity, TimeSplit
 from slipstream.pipeline.comm import Exchange, Transport
-from slipstream.pipeline.reduction import Finished, Reducer
+from slipstream.pipeline.reduction import NUM_REQUESTS, Finished, Reducer, Requests
 from slipstream.plan.dtypes import Dtypes
 from slipstream.plan.live import LiveBytes
 from slipstream.plan.memory import Blocks, MemoryModel, Stage, StageMemory, blocks_of
@@ -348,11 +348,11 @@ def test_gradients_summed_in_another_dtype_are_copied_first(reduction, copies, s
         Alone(), ["all"], {"weight": 0}, {}, False, {"weight": 0} if sharded else None, Dtypes.of(config).reduction
     )
     with live.watch():
-        reducer.reduce(Finished(gradients, None, zeros, 0.0, TimeSplit(), zeros[0, :2]), lambda: "")
+        reducer.reduce(Finished(gradients, None, zeros, 0.0, TimeSplit(), Requests()), lambda: "")
     stage = replace(STAGE, num_replicas=2, background_update=True)
     waiting, left = MemoryModel(config, model_config(config, 0))._replicas(stage, 1000, 1000)
     assert (waiting, left) == (copies * 4000, copies * 8000)
-    assert seen[0] == waiting
+    assert seen[0] == waiting + 4 * NUM_REQUESTS  # which are summed too
     assert live.now == left
     assert held["weight"].numel() == 1000
 
