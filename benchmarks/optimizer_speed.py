@@ -13,8 +13,8 @@ every Muon is compared with that of torch.optim.Muon.
 The ceiling is the fastest of a few large products, taken before everything else and after it. "of the ceiling" counts
 the FLOPs of plain products, 4 m^2 n + 2 m^3 for an iteration on m x n; "symmetric at half" counts those whose result is
 symmetric for half, 3 m^2 n + m^3: the least there is to do step by step. "computed" is what ours does compute, where
-symmetric products are halved and two steps are taken at once (rules.py). All the rest of a step (momentum, rounding,
-decay, the update itself) has its time counted and no FLOPs.
+symmetric products are halved and several steps are taken at once (rules.py). All the rest of a step (momentum, norms,
+rounding, decay, the update itself) has its time counted and no FLOPs.
 
 Error feedback goes through Updater, with two weight versions: off, masters move between the two; on, they are a copy of
 their own and the version is predicted.
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from slipstream.config import Config, ModelSection, model_config
 from slipstream.model import decoder, layer_costs
 from slipstream.optim import AdamW, Muon, assign, kernels, muon_and_adamw
-from slipstream.optim.rules import WIDE
+from slipstream.optim.rules import AT_ONCE, WIDE
 from slipstream.pipeline import partition
 from slipstream.pipeline.partition import cut
 from slipstream.pipeline.update import Updater
@@ -254,9 +254,10 @@ def measure_muon(bench: Bench, block: str, shapes: list[torch.Size], steps: int)
 def computed_flops(m: int, n: int) -> float:
     """Of the iteration in bf16 with our kernels."""
     half = 0.5 if m >= kernels.MIN_ROWS else 1.0
-    pairs = NS_STEPS // 2 if n >= WIDE * m else 0
-    one, two = half * 2 * m * m * n + 2 * m * m * n, half * 2 * m**3
-    return pairs * (one + 5 * two) + (NS_STEPS - 2 * pairs) * (one + two)
+    at_once = AT_ONCE if n >= WIDE * m else 1
+    looks = -(-NS_STEPS // at_once)
+    large, small = half * 2 * m * m * n + 2 * m * m * n, half * 2 * m**3
+    return looks * large + (4 * NS_STEPS - 3 * looks) * small
 
 
 def measure_adamw(bench: Bench, block: str, shapes: list[torch.Size], steps: int) -> None:

@@ -23,6 +23,7 @@ MIN_ROWS = 1024
 """Smaller products fill too few tiles for half of them to matter."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 INT32 = 2**31
 """The kernels count elements in 32 bits."""
 
@@ -47,20 +48,33 @@ def symmetric_product(
     added: Tensor | None = None,  # (n, rows, rows), symmetric
     beta: float = 0.0,
     diagonal: float = 0.0,
+    scale: Tensor | None = None,  # (n,), float32
+    dtype: torch.dtype | None = None,  # of the result, which is rounded once; None: that of X
 ) -> Tensor:
-    """alpha X Y^T + beta added + diagonal I, for each matrix of the stack. Without Y, X X^T; `diagonal` comes with
-    `added` only."""
-    Y = X if Y is None else Y
-    if _on_triton(X) and X.dtype == torch.bfloat16 and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32:
+    """scale (alpha X Y^T + beta added + diagonal I), for each matrix of the stack. Without Y, X X^T; `diagonal` comes
+    with `added` only."""
+    Y, dtype = X if Y is None else Y, X.dtype if dtype is None else dtype
+    if X.device.type == "meta":
+        return X.new_empty(len(X), X.shape[1], X.shape[1], dtype=dtype)
+    if _on_triton(X) and X.dtype in HALVES and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32:
         from .triton_kernels import symmetric_product as by_triton
 
-        return by_triton(X, Y, alpha, added, beta, diagonal)
+        return by_triton(X, Y, alpha, added, beta, diagonal, scale, dtype)
+    is_rounded = dtype == X.dtype and scale is None  # by torch's own product
     if added is None:
-        product = torch.bmm(X, Y.mT)
-        return product if alpha == 1 else product.mul_(alpha)
-    product = torch.baddbmm(added, X, Y.mT, beta=beta, alpha=alpha)
-    product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    return product
+        product = torch.bmm(X, Y.mT) if is_rounded else _product_in_fp32(X, Y)
+        product = product if alpha == 1 else product.mul_(alpha)
+    else:
+        product = torch.baddbmm(added, X, Y.mT, beta=beta, alpha=alpha)
+        product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        product = product if is_rounded else product.float()
+    return (product if scale is None else product.mul_(scale[:, None, None])).to(dtype)
+
+
+def _product_in_fp32(X: Tensor, Y: Tensor) -> Tensor:
+    if X.is_cuda and X.dtype in HALVES:
+        return torch.bmm(X, Y.mT, out_dtype=torch.float32)
+    return torch.bmm(X.float(), Y.float().mT)
 
 
 def advance_momentum(

@@ -17,7 +17,11 @@ from .kernels import symmetric_product
 SCALES = ("spectral", "match_rms_adamw")
 NS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 WIDE = 2
-"""Times as many columns as rows, from where on two steps of Newton-Schulz at once are fewer FLOPs than one by one."""
+"""Times as many columns as rows, from where on several steps of Newton-Schulz at once are fewer FLOPs."""
+AT_ONCE = 3
+"""Steps; see `_iterate_in_bf16`."""
+GRAM_ON_CPU, GRAM = torch.float32, torch.float16
+"""What Gram matrices are computed in where X is bf16. CPUs multiply in float16 a hundred times as slowly, if at all."""
 
 
 def newton_schulz(
@@ -78,53 +82,73 @@ def _iterate_in_bf16(
     scale: float,
     may_overwrite: bool,
 ) -> Tensor:
-    """The same for speed: nothing as large as X is read or written but by the products themselves.
+    """The same for speed: nothing as large as X is read or written but by the products themselves, and once to be
+    measured.
 
     a X + (b A + c A A) X is taken as one product with B = a I + b A + c A A, because adding X to a product copies it
-    first. |X|_F^2 is the trace of A, and the norm divides the small matrices instead of X. The last step multiplies
-    by `scale`, and from the other side where X is tall, so that its result lies in memory as X did.
+    first. The norm divides the small matrices instead of X. The last step multiplies by `scale`, and from the other
+    side where X is tall, so that its result lies in memory as X did.
 
-    Of a wide X two steps are taken at once: the Gram matrix of B X is B A B = A B B, since they commute, so that the
-    next polynomial needs no product of X's size. Not more than two: what rounding adds to a small eigenvalue of A is
-    multiplied by a^2 = 12 in every step that does not look at X again.
+    Of a wide X several steps are taken at once: the Gram matrix of B X is B A B = A B B, since they commute, so that
+    the next polynomial needs no product of X's size. What rounding adds to a small eigenvalue of A is multiplied by
+    a^2 = 12 in every step that does not look at X again. Therefore Gram matrices are kept in float16, which rounds
+    eight times as finely as bf16, and for its narrow range the first one, whose trace is 1, is kept times its rows.
     """
     room = X.view(-1) if may_overwrite else None
     is_tall = X.shape[1] > X.shape[2]
     if is_tall:
         X = X.mT
-    is_wide = X.shape[2] >= WIDE * X.shape[1]
-    step, num_products = 0, 0
-    while step < steps:
-        num_steps = 2 if is_wide and step + 2 <= steps else 1
-        is_last = step + num_steps == steps
-        A = symmetric_product(X)
-        norm = None
-        if step == 0:
-            norm = A.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32).sqrt_().clamp_(min=eps)[:, None, None]
-            A.div_(norm.square())
-        if num_steps == 2:
-            first = _polynomial(A, coefficients)
-            A = symmetric_product(A, symmetric_product(first))
-            B = symmetric_product(_polynomial(A, coefficients, scale if is_last else 1.0), first)
-            del first
-        else:
-            B = _polynomial(A, coefficients, scale if is_last else 1.0)
-        if norm is not None:
-            B.div_(norm)
+    n, rows, cols = X.shape
+    at_once = AT_ONCE if cols >= WIDE * rows else 1
+    gram_dtype = GRAM_ON_CPU if X.device.type == "cpu" else GRAM
+    shrinking = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float32).clamp_(min=eps).reciprocal_()
+    for number, step in enumerate(range(0, steps, at_once)):
+        is_first, is_last = step == 0, step + at_once >= steps
+        A = symmetric_product(X, scale=shrinking.square().mul_(rows) if is_first else None, dtype=gram_dtype)
+        factors = shrinking if is_first else None
+        if is_last and scale != 1:
+            factors = torch.full_like(shrinking, scale) if factors is None else factors * scale
+        unit, num_steps = (1 / rows if is_first else 1.0), min(at_once, steps - step)
+        B = _several_steps(A, unit, num_steps, coefficients, factors, X.dtype)
         # (B X)^T = X^T B, for B is symmetric
         left, right = (X.mT, B) if is_last and is_tall else (B, X)
-        if room is not None and num_products % 2 == 1:
-            X = torch.bmm(left, right, out=room.view(len(X), left.shape[1], right.shape[2]))
+        if room is not None and number % 2 == 1:
+            X = torch.bmm(left, right, out=room.view(n, left.shape[1], right.shape[2]))
         else:
             X = torch.bmm(left, right)
         del A, B, left, right
-        step, num_products = step + num_steps, num_products + 1
     return X
 
 
-def _polynomial(A: Tensor, coefficients: tuple[float, float, float], scale: float = 1.0) -> Tensor:
-    a, b, c = (scale * coefficient for coefficient in coefficients)
-    return symmetric_product(A, alpha=c, added=A, beta=b, diagonal=a)
+def _several_steps(
+    A: Tensor,
+    unit: float,
+    num_steps: int,
+    coefficients: tuple[float, float, float],
+    factors: Tensor | None,  # (n,)
+    dtype: torch.dtype,
+) -> Tensor:
+    """B, times `factors`, with B X what becomes of X in so many steps if X X^T = unit A."""
+    B = None
+    for _ in range(num_steps - 1):
+        P = _polynomial(A, unit, coefficients)
+        A, unit = symmetric_product(A, symmetric_product(P), alpha=unit), 1.0
+        B = P if B is None else symmetric_product(P, B)
+        del P
+    if B is None:
+        return _polynomial(A, unit, coefficients, factors, dtype)
+    return symmetric_product(_polynomial(A, unit, coefficients), B, scale=factors, dtype=dtype)
+
+
+def _polynomial(
+    A: Tensor,
+    unit: float,
+    coefficients: tuple[float, float, float],
+    factors: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    a, b, c = coefficients
+    return symmetric_product(A, alpha=c * unit**2, added=A, beta=b * unit, diagonal=a, scale=factors, dtype=dtype)
 
 
 def momentum_direction(

@@ -34,13 +34,14 @@ ELEMENTS = 1024
 
 @triton.jit
 def _symmetric_product(
-    x_ptr, y_ptr, added_ptr, out_ptr, rows, depth,
+    x_ptr, y_ptr, added_ptr, scale_ptr, out_ptr, rows, depth,
     x_batch, x_row, x_col, y_batch, y_row, y_col, added_batch, added_row, added_col, out_batch, out_row,
     alpha, beta, diagonal,
-    HAS_ADDED: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_ADDED: tl.constexpr, HAS_SCALE: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A program makes the tile (i, j) of one matrix and its mirror image (j, i); those below the diagonal have
-    nothing to do. IS_EVEN: the tiles cover X exactly, so that no load need be masked."""
+    nothing to do. A tile on the diagonal is as symmetric as rounding has left X Y^T. IS_EVEN: the tiles cover X
+    exactly, so that no load need be masked."""
     num_tiles = tl.cdiv(rows, BLOCK)
     i = tl.program_id(0) // num_tiles
     j = tl.program_id(0) % num_tiles
@@ -73,6 +74,8 @@ def _symmetric_product(
         added = tl.load(added_ptr + r[:, None] * added_row + c[None, :] * added_col, mask=inside, other=0.0)
         value += beta * added.to(tl.float32)
         value += tl.where(r[:, None] == c[None, :], diagonal, 0.0)
+    if HAS_SCALE:
+        value *= tl.load(scale_ptr + batch)
     tile = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + r[:, None] * out_row + c[None, :], tile, mask=inside)
     if i != j:
@@ -80,17 +83,27 @@ def _symmetric_product(
         tl.store(out_ptr + c[:, None] * out_row + r[None, :], tl.trans(tile), mask=mirrored)
 
 
-def symmetric_product(X: Tensor, Y: Tensor, alpha: float, added: Tensor | None, beta: float, diagonal: float) -> Tensor:
+def symmetric_product(
+    X: Tensor,
+    Y: Tensor,
+    alpha: float,
+    added: Tensor | None,
+    beta: float,
+    diagonal: float,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     n, rows, depth = X.shape
-    out = torch.empty(n, rows, rows, dtype=X.dtype, device=X.device)
+    out = torch.empty(n, rows, rows, dtype=dtype, device=X.device)
     base = out if added is None else added  # a pointer is wanted even where it is not followed
     num_tiles = triton.cdiv(rows, TILING.block)
     with _device(X):
         _symmetric_product[(num_tiles * num_tiles, n)](
-            X, Y, base, out, rows, depth,
+            X, Y, base, out if scale is None else scale, out, rows, depth,
             *X.stride(), *Y.stride(), *base.stride(), out.stride(0), out.stride(1),
             alpha, beta, diagonal,
-            HAS_ADDED=added is not None, IS_EVEN=rows % TILING.block == 0 and depth % TILING.depth == 0,
+            HAS_ADDED=added is not None, HAS_SCALE=scale is not None,
+            IS_EVEN=rows % TILING.block == 0 and depth % TILING.depth == 0,
             BLOCK=TILING.block, DEPTH=TILING.depth,
             num_warps=TILING.num_warps, num_stages=TILING.num_stages,
         )  # fmt: skip

@@ -36,6 +36,27 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # ---- the kernels alone
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_cuda
+def test_plain_torch_makes_the_same_symmetric_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    X = random(2, 256, 300, dtype=dtype) / 16
+    A = (X @ X.mT).to(torch.float16)
+    factors = torch.tensor([0.5, 3.0], device=DEVICE)
+    calls = [
+        partial(kernels.symmetric_product, X, scale=factors, dtype=torch.float16),
+        partial(kernels.symmetric_product, A, A, alpha=0.01, scale=factors, dtype=torch.bfloat16),
+        partial(kernels.symmetric_product, A, alpha=0.01, added=A, beta=-2.0, diagonal=3.0),
+        partial(kernels.symmetric_product, A, alpha=0.01, added=A, beta=-2.0, diagonal=3.0, dtype=torch.bfloat16),
+    ]
+    monkeypatch.setattr(kernels, "MIN_ROWS", 1)
+    by_kernel = [call() for call in calls]
+    monkeypatch.setattr(kernels, "USE_TRITON", False)
+    for found, call in zip(by_kernel, calls, strict=True):
+        plain = call()
+        assert plain.dtype == found.dtype
+        assert distance(found, plain) < 5e-3
+
+
 @launched
 @pytest.mark.parametrize("layout", ["rows", "columns", "every other"])
 @pytest.mark.parametrize(("n", "rows", "depth"), [(1, 130, 40), (3, 64, 70), (2, 257, 128), (2, 256, 192), (1, 1, 1)])
@@ -47,12 +68,12 @@ def test_symmetric_product_is_right_for_any_shape_and_stride(n: int, rows: int, 
         X = random(n, rows, 2 * depth, dtype=NARROW)[:, :, ::2]
     X = X * depth**-0.5
     wide = X.double()
-    product = symmetric_product(X, X, 1.0, None, 0.0, 0.0)
+    product = symmetric_product(X, X, 1.0, None, 0.0, 0.0, None, NARROW)
     assert distance(product, wide @ wide.mT) < 3e-3
     assert torch.equal(product, product.mT)
     added = random(n, rows, rows, seed=1, dtype=NARROW)
     added = added + added.mT
-    found = symmetric_product(X, X, 2.5, added, -0.75, 3.0)
+    found = symmetric_product(X, X, 2.5, added, -0.75, 3.0, None, NARROW)
     expected = 2.5 * wide @ wide.mT - 0.75 * added.double() + 3.0 * torch.eye(rows, device=DEVICE)
     assert distance(found, expected) < 3e-3
 
@@ -60,14 +81,34 @@ def test_symmetric_product_is_right_for_any_shape_and_stride(n: int, rows: int, 
 @launched
 @pytest.mark.parametrize("rows", [64, 130, 256])
 def test_symmetric_product_takes_two_matrices_that_commute(rows: int) -> None:
-    from slipstream.optim.triton_kernels import symmetric_product
+    from slipstream.optim.triton_kernels import TILING, symmetric_product
 
     X = random(2, rows, rows, dtype=NARROW) * rows**-0.5
     A = (X @ X.mT).to(NARROW)
     B = (A @ A).to(NARROW)
-    product = symmetric_product(A, B, 1.0, None, 0.0, 0.0)
+    product = symmetric_product(A, B, 1.0, None, 0.0, 0.0, None, NARROW)
     assert distance(product, A.double() @ B.double()) < 5e-3
-    assert torch.equal(product, product.mT)
+    assert distance(product, product.mT) < 5e-3
+    block = TILING.block
+    assert torch.equal(product[:, :block, block:], product[:, block:, :block].mT), "a mirror image off the diagonal"
+
+
+@launched
+def test_symmetric_product_is_scaled_before_it_is_rounded() -> None:
+    """The sums are beyond float16 on the one side and far below it on the other."""
+    from slipstream.optim.triton_kernels import symmetric_product
+
+    sizes = torch.tensor([1e2, 1e-3], device=DEVICE)
+    X = (random(2, 130, 200) * sizes[:, None, None]).to(NARROW)
+    product = symmetric_product(X, X, 1.0, None, 0.0, 0.0, sizes**-2, torch.float16)
+    assert product.dtype == torch.float16
+    for found, x, size in zip(product, X.double(), sizes, strict=True):
+        assert distance(found, x @ x.mT / size**2) < 1e-3
+    added = torch.eye(130, device=DEVICE, dtype=torch.float16).expand(2, -1, -1)
+    found = symmetric_product(product, product, 0.001, added, 2.0, 3.0, sizes, torch.float32)
+    expected = 0.001 * product.double() @ product.double().mT + 5 * torch.eye(130, device=DEVICE)
+    assert found.dtype == torch.float32
+    assert distance(found, expected * sizes[:, None, None]) < 1e-6
 
 
 @launched

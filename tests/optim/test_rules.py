@@ -78,19 +78,26 @@ def test_newton_schulz_in_bf16_is_the_same_iteration(shape: tuple[int, int]) -> 
 
 
 @quiet_bf16
-@pytest.mark.parametrize("steps", [2, 3, 4, 5])
-@pytest.mark.parametrize("decades", [0, 2, 4])
-def test_two_steps_at_once_err_hardly_more_than_one_by_one(
-    decades: int, steps: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("decades", [0, 1, 2, 4])
+@pytest.mark.parametrize("is_dominated", [False, True])
+def test_steps_at_once_err_hardly_more_than_one_by_one(
+    is_dominated: bool, decades: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Singular values over so many decades: what A loses of the small ones in rounding, no later step may blow up."""
-    matrix = matrix_with_singular_values(32, 128, low=10.0**-decades, high=1.0)
+    """Singular values over so many decades, or one above all others: what A loses of the small ones in rounding, no
+    later step may blow up."""
+    low = 10.0**-decades
+    matrix = matrix_with_singular_values(32, 128, low=low, high=low if is_dominated else 1.0)
+    if is_dominated:
+        left, right = random(32, 1, seed=1), random(1, 128, seed=2)
+        matrix = matrix + left @ right / (left.norm() * right.norm())
+    monkeypatch.setattr(rules, "GRAM_ON_CPU", rules.GRAM)
     expected = newton_schulz(matrix, steps, torch.float64)
     together = newton_schulz(matrix, steps, torch.bfloat16)
     monkeypatch.setattr(rules, "WIDE", math.inf)
     one_by_one = newton_schulz(matrix, steps, torch.bfloat16)
     assert not torch.equal(together, one_by_one)
-    assert (together - expected).norm() < 2 * (one_by_one - expected).norm()
+    assert (together - expected).norm() < 4 * (one_by_one - expected).norm()
 
 
 @quiet_bf16
