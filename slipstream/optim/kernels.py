@@ -60,7 +60,7 @@ def symmetric_product(
         from .triton_kernels import symmetric_product as by_triton
 
         return by_triton(X, Y, alpha, added, beta, diagonal, scale, dtype)
-    is_rounded = dtype == X.dtype and scale is None  # by torch's own product
+    is_rounded = dtype == X.dtype  # by torch's own product
     if added is None:
         product = torch.bmm(X, Y.mT) if is_rounded else _product_in_fp32(X, Y)
         product = product if alpha == 1 else product.mul_(alpha)

@@ -20,8 +20,8 @@ WIDE = 2
 """Times as many columns as rows, from where on several steps of Newton-Schulz at once are fewer FLOPs."""
 AT_ONCE = 3
 """Steps; see `_iterate_in_bf16`."""
-GRAM_ON_CPU, GRAM = torch.float32, torch.float16
-"""What Gram matrices are computed in where X is bf16. CPUs multiply in float16 a hundred times as slowly, if at all."""
+SLOW_IN_FLOAT16 = ("cpu",)
+"""Devices. A product takes a hundred times as long as in float32 there, if it can be had at all."""
 
 
 def newton_schulz(
@@ -99,8 +99,9 @@ def _iterate_in_bf16(
     if is_tall:
         X = X.mT
     n, rows, cols = X.shape
-    at_once = AT_ONCE if cols >= WIDE * rows else 1
-    gram_dtype = GRAM_ON_CPU if X.device.type == "cpu" else GRAM
+    is_fine = X.device.type not in SLOW_IN_FLOAT16
+    at_once = AT_ONCE if is_fine and cols >= WIDE * rows else 1
+    gram_dtype = torch.float16 if is_fine else X.dtype
     shrinking = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float32).clamp_(min=eps).reciprocal_()
     for number, step in enumerate(range(0, steps, at_once)):
         is_first, is_last = step == 0, step + at_once >= steps

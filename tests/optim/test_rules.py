@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -91,10 +90,10 @@ def test_steps_at_once_err_hardly_more_than_one_by_one(
     if is_dominated:
         left, right = random(32, 1, seed=1), random(1, 128, seed=2)
         matrix = matrix + left @ right / (left.norm() * right.norm())
-    monkeypatch.setattr(rules, "GRAM_ON_CPU", rules.GRAM)
+    monkeypatch.setattr(rules, "SLOW_IN_FLOAT16", ())
     expected = newton_schulz(matrix, steps, torch.float64)
     together = newton_schulz(matrix, steps, torch.bfloat16)
-    monkeypatch.setattr(rules, "WIDE", math.inf)
+    monkeypatch.undo()
     one_by_one = newton_schulz(matrix, steps, torch.bfloat16)
     assert not torch.equal(together, one_by_one)
     assert (together - expected).norm() < 4 * (one_by_one - expected).norm()
@@ -217,7 +216,7 @@ def test_muon_in_bf16_follows_torch_muon() -> None:
         theirs.grad = random(6, 10, seed=step, dtype=torch.float32)
         torch_muon.step()
         ours -= muon_update(theirs.grad, momentum, **{**MUON, "ns_dtype": torch.bfloat16})
-    torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=5 * 0.02 * 0.02)
+    torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=5 * 0.02 * 0.025)
 
 
 def test_muon_of_a_stack_equals_muon_of_its_matrices() -> None:
