@@ -254,7 +254,7 @@ def measure_muon(bench: Bench, block: str, shapes: list[torch.Size], steps: int)
 def computed_flops(m: int, n: int) -> float:
     """Of the iteration in bf16 with our kernels."""
     half = 0.5 if m >= kernels.MIN_ROWS else 1.0
-    at_once = AT_ONCE if n >= WIDE * m else 1
+    at_once = AT_ONCE if m >= kernels.MIN_ROWS and n >= WIDE * m else 1
     looks = -(-NS_STEPS // at_once)
     large, small = half * 2 * m * m * n + 2 * m * m * n, half * 2 * m**3
     return looks * large + (4 * NS_STEPS - 3 * looks) * small

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 USE_TRITON = True
 """False: plain torch everywhere, to compare with."""
 MIN_ROWS = 1024
-"""Smaller products fill too few tiles for half of them to matter."""
+"""Smaller products fill too few tiles for half of them to matter: there it is launches that take the time."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
@@ -40,6 +40,13 @@ def _on_triton(tensor: Tensor) -> bool:
     return USE_TRITON and HAS_TRITON and tensor.is_cuda
 
 
+def halves_products(X: Tensor) -> bool:
+    """Whether `symmetric_product` computes half of the tiles only. On the meta device as on a GPU, for which plans are
+    made there."""
+    is_there = _on_triton(X) or X.device.type == "meta"
+    return is_there and X.dtype in HALVES and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32
+
+
 def symmetric_product(
     X: Tensor,  # (n, rows, depth), any strides
     Y: Tensor | None = None,  # likewise; X Y^T must be symmetric, as it is if both are symmetric and commute
@@ -54,27 +61,21 @@ def symmetric_product(
     """scale (alpha X Y^T + beta added + diagonal I), for each matrix of the stack. Without Y, X X^T; `diagonal` comes
     with `added` only."""
     Y, dtype = X if Y is None else Y, X.dtype if dtype is None else dtype
-    if X.device.type == "meta":
-        return X.new_empty(len(X), X.shape[1], X.shape[1], dtype=dtype)
-    if _on_triton(X) and X.dtype in HALVES and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32:
+    if halves_products(X):
+        if X.is_meta:
+            return X.new_empty(len(X), X.shape[1], X.shape[1], dtype=dtype)
         from .triton_kernels import symmetric_product as by_triton
 
         return by_triton(X, Y, alpha, added, beta, diagonal, scale, dtype)
-    is_rounded = dtype == X.dtype  # by torch's own product
+    if dtype != X.dtype:
+        X, Y, added = X.float(), Y.float(), None if added is None else added.float()
     if added is None:
-        product = torch.bmm(X, Y.mT) if is_rounded else _product_in_fp32(X, Y)
+        product = torch.bmm(X, Y.mT)
         product = product if alpha == 1 else product.mul_(alpha)
     else:
         product = torch.baddbmm(added, X, Y.mT, beta=beta, alpha=alpha)
         product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-        product = product if is_rounded else product.float()
     return (product if scale is None else product.mul_(scale[:, None, None])).to(dtype)
-
-
-def _product_in_fp32(X: Tensor, Y: Tensor) -> Tensor:
-    if X.is_cuda and X.dtype in HALVES:
-        return torch.bmm(X, Y.mT, out_dtype=torch.float32)
-    return torch.bmm(X.float(), Y.float().mT)
 
 
 def advance_momentum(

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .kernels import symmetric_product
+from .kernels import halves_products, symmetric_product
 
 SCALES = ("spectral", "match_rms_adamw")
 NS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -20,8 +20,6 @@ WIDE = 2
 """Times as many columns as rows, from where on several steps of Newton-Schulz at once are fewer FLOPs."""
 AT_ONCE = 3
 """Steps; see `_iterate_in_bf16`."""
-SLOW_IN_FLOAT16 = ("cpu",)
-"""Devices. A product takes a hundred times as long as in float32 there, if it can be had at all."""
 
 
 def newton_schulz(
@@ -99,7 +97,7 @@ def _iterate_in_bf16(
     if is_tall:
         X = X.mT
     n, rows, cols = X.shape
-    is_fine = X.device.type not in SLOW_IN_FLOAT16
+    is_fine = halves_products(X)  # elsewhere FLOPs hardly matter, or float16 is slow
     at_once = AT_ONCE if is_fine and cols >= WIDE * rows else 1
     gram_dtype = torch.float16 if is_fine else X.dtype
     shrinking = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float32).clamp_(min=eps).reciprocal_()
