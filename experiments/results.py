@@ -9,7 +9,9 @@ whenever it was run. Studies that have not been run yet have no place on the pag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from page import with_table
 
@@ -28,6 +30,49 @@ PAPER = {
     "adan": (2.641, 2.651, None),
     "adamw": (2.612, 2.890, 2.640),
 }
+
+
+DEFAULTS: dict[str, Any] = {
+    # What the ablations vary, where they do not.
+    "optimizer.momentum": 0.95,
+    "optimizer.beta1": 0.9,
+    "train.microbatch_size": 64,
+    "train.steps": 1000,
+    "pipeline.sync_start_steps": 0,
+}
+RATES = {"muon": 0.02, "adamw": 0.001}
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What happens to the gap along one axis, everything else at its default."""
+
+    name: str
+    axis: str
+    """As it is called on the page."""
+    fields: dict[str, str]
+    """By optimizer, the configuration's field."""
+    along: tuple[str, ...] = ()
+    """Fields that change with it."""
+
+    def records(self, records: Sequence[Record]) -> list[Record]:
+        found = []
+        for record in records:
+            field = self.fields.get(record.optimizer)
+            defaults = DEFAULTS | {"optimizer.learning_rate": RATES[record.optimizer]}
+            others = {key: value for key, value in record.setting.items() if key != field and key not in self.along}
+            if field is not None and all(defaults[key] == value for key, value in others.items()):
+                found.append(replace(record, setting={self.axis: record.setting.get(field, defaults[field])}))
+        order = list(self.fields)
+        return sorted(found, key=lambda record: (order.index(record.optimizer), record.setting[self.axis]))
+
+
+ABLATIONS = (
+    Ablation("momentum", "momentum or beta1", {"muon": "optimizer.momentum", "adamw": "optimizer.beta1"}),
+    Ablation("rate", "optimizer.learning_rate", {"muon": "optimizer.learning_rate"}),
+    Ablation("batch", "train.microbatch_size", {"muon": "train.microbatch_size"}, along=("train.steps",)),
+    Ablation("start", "pipeline.sync_start_steps", {"muon": "pipeline.sync_start_steps"}),
+)
 
 
 def read_study(name: str) -> list[Record]:
@@ -81,9 +126,12 @@ def tables() -> dict[str, str]:
     if main_study := read_study("main"):
         found["main table"] = markdown_table(rows(main_study))
         found["comparison table"] = comparison_table(main_study)
-    for name in ("ablations", "length", "parts", "pipedream", "beyond"):
+    for name in ("length", "parts", "pipedream", "beyond"):
         if records := read_study(name):
             found[f"{name} table"] = markdown_table(rows(records))
+    for ablation in ABLATIONS:
+        if records := ablation.records(read_study("ablations")):
+            found[f"{ablation.name} table"] = markdown_table(rows(records))
     return found
 
 
@@ -94,8 +142,9 @@ def draw(folder: Path) -> None:
         draw_cosines(records, folder / "results_cosine.png")
     if records := read_study("length"):
         draw_axis(records, "train.steps", folder / "results_length.png")
-    if records := read_study("ablations"):
-        draw_axis(records, "optimizer.momentum", folder / "results_momentum.png")
+    for ablation in ABLATIONS:
+        if records := ablation.records(read_study("ablations")):
+            draw_axis(records, ablation.axis, folder / f"results_{ablation.name}.png")
 
 
 def main() -> None:
