@@ -301,23 +301,25 @@ class Executor:
     def _backward(self, action: Action) -> None:
         flight = self._in_flight.popleft()
         assert flight.microbatch == action.microbatch, f"{action} finds microbatch {flight.microbatch} in flight"
+        inputs, version = _differentiable(flight.inputs), flight.version
         pairs: list[tuple[Tensor, Tensor | None]] = [(flight.outputs[0], None)]
         if not self._is_last:
             self._enter(Activity.WAIT_GRADIENTS, action)
             gradients = self._transport.backward_in.take(lambda: f"the gradient of {action}")
             pairs = list(zip(_differentiable(flight.outputs), gradients, strict=True))
+            del gradients
         self._enter(Activity.BACKWARD, action)
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         if pairs:
             with self._backward_lock:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        del flight, pairs  # and the graph, which takes longer than all that follows
         self.clock.enter(Activity.OTHER)
         if not self._is_first:
-            inputs = _differentiable(flight.inputs)
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
             self._transport.backward_out.send(_kind(action), message, lambda: f"the gradient of {action} to be taken")
         if (action.microbatch + 1) % self._schedule.num_microbatches == 0:
-            self._begin_update(action.microbatch // self._schedule.num_microbatches, flight.version)
+            self._begin_update(action.microbatch // self._schedule.num_microbatches, version)
 
     def _begin_update(self, step: int, version: int) -> None:
         """Hands a finished batch to the update, which two_bw makes in the background until its deadline."""

@@ -159,9 +159,10 @@ class WeightVersions:
     def take_gradients(self, version: int) -> dict[str, Tensor]:
         """Hands over the gradient accumulated in a version, so that the next batch there starts from nothing."""
         slot = version % self.num_versions
-        gradients = {name: p.grad for name, p in self._parameters[slot].items() if p.grad is not None}
-        for parameter in self._parameters[slot].values():
-            parameter.grad = None
+        gradients = {}
+        for name, parameter in self._parameters[slot].items():
+            if (gradient := parameter.grad) is not None:
+                gradients[name], parameter.grad = gradient, None
         gradients |= self._summed[slot]
         self._summed[slot].clear()
         return gradients
