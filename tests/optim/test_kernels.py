@@ -174,7 +174,7 @@ def test_an_update_is_applied_and_extrapolated(predicts: bool) -> None:
 
 # ---- the optimizers, on a GPU
 
-SHAPES = [(1024, 1536), (1536, 1024), (1024, 1100), (96, 40), (96, 40), (3, 96, 40), (40, 96)]
+SHAPES = [(1024, 1536), (1536, 1024), (1024, 1100), (1024, 2560), (2560, 1024), (96, 40), (96, 40), (3, 96, 40), (40, 96)]
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], AdamW | Muon]] = [
     partial(Muon, lr=0.02, ns_dtype=torch.bfloat16, weight_decay=0.1),
     partial(Muon, lr=0.02, ns_dtype=torch.bfloat16, nesterov=False),
