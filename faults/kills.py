@@ -222,7 +222,7 @@ def summary(shape: Shape, kills: list[Kill], faults: list[str], seconds: float) 
     where = ", ".join(f"{count} {fell}" for fell, count in Counter(kill.fell for kill in kills).most_common())
     # A start that is killed at once has made no updates: those in the file were lost before, and counted.
     lost = [max(0, kill.done - kill.newest) for kill in kills if kill.fell != "start-up"] or [0]
-    verdict = "DIFFERENT: " + "; ".join(faults) if faults else "bitwise the same"
+    verdict = "WRONG: " + "; ".join(faults) if faults else "bitwise the same"
     return (
         f"{shape.name:<16} {len(kills):3} kills ({where}); updates made again: {sum(lost)}, "
         f"at most {max(lost)} at once; {seconds:.0f} s; {verdict}"
@@ -249,7 +249,7 @@ def main() -> None:
         for planned, num_kills in shapes.items():
             if not num_kills:
                 continue
-            shape = replace(planned, steps=max(20, (12 if given.torchrun else 3) * num_kills))
+            shape = replace(planned, steps=max(60, (12 if given.torchrun else 4) * num_kills))
             began = time.monotonic()
             expected = undisturbed(shape, folder)
             disturb = torchrun_with_kills if given.torchrun else train_with_kills

@@ -275,7 +275,7 @@ def main() -> None:
             except (RuntimeError, TimeoutError) as error:
                 said = str(error)
                 case.faults.append(type(error).__name__)
-            verdict = "DIFFERENT: " + "; ".join(case.faults) if case.faults else "bitwise the same"
+            verdict = "WRONG: " + "; ".join(case.faults) if case.faults else "bitwise the same"
             print(f"{name:<12} {verdict}; {time.monotonic() - began:.0f} s; said: {said}", flush=True)
             is_fine = is_fine and not case.faults
     sys.exit(0 if is_fine else 1)
