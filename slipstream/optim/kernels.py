@@ -43,7 +43,7 @@ def _on_triton(tensor: Tensor) -> bool:
 def halves_products(X: Tensor) -> bool:
     """Whether `symmetric_product` computes half of the tiles only. On the meta device as on a GPU, for which plans are
     made there."""
-    is_there = _on_triton(X) or X.device.type == "meta"
+    is_there = _on_triton(X) or X.is_meta
     return is_there and X.dtype in HALVES and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32
 
 
