@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class Alone(Transport):
         self.backward = threading.Condition()
         self.num_backwards = 0
         self._num_microbatches, self._num_steps, self._live = num_microbatches, num_steps, live
-        self._watched = {threading.get_ident()}
+        self._num_gathered = 0
+        self._watch: AbstractContextManager[object] | None = None
         self.forward_in = InLink(self, shape, device, dtype, 1.0)
         self.forward_out = OutLink(self)
         self.backward_in = InLink(self, shape, device, dtype, 1e-6, counts=True)
@@ -64,10 +66,19 @@ class Alone(Transport):
         pass
 
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        if self._live is not None and threading.get_ident() not in self._watched:
-            self._watched.add(threading.get_ident())
-            self._live.watch().__enter__()  # for as long as the thread lives
+        self._num_gathered += 1
+        if self._live is not None and threading.current_thread() is not threading.main_thread():
+            self._watch_updates(self._live)
         return AloneGathering(self, tensor, len(stages))
+
+    def _watch_updates(self, live: LiveBytes) -> None:
+        """In their thread, from the sums of the first step to those of the last, whose update has no batch beside it. A
+        thread that ended in the middle of a watch could take the process with it."""
+        if self._watch is None:
+            self._watch = live.watch()
+            self._watch.__enter__()
+        if self._num_gathered == self._num_steps:
+            self._watch.__exit__(None, None, None)
 
     def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
         raise NotImplementedError("a stage alone has no replicas")

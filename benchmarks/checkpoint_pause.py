@@ -166,6 +166,9 @@ def run_stage(transport: Transport, config: Config, plan: Plan) -> StageRun:
             before, core_before = time.perf_counter(), time.thread_time()
             saver.after(report)
             copies.append(Copied(done, time.perf_counter() - before, time.thread_time() - core_before))
+        if done == WARM_UP_SAVE + 1:
+            while saver.is_busy:  # it must not take the place of the first one that is counted, however short a step
+                time.sleep(0.01)
         if speaks:
             _say_progress(plan, done, ends)
     saver.finish(was_stopped=False)
