@@ -17,7 +17,7 @@ from page import with_table
 
 from slipstream.study.figures import draw_axis, draw_cosines, draw_gaps, draw_losses
 from slipstream.study.record import Record, read_records
-from slipstream.study.results import markdown_table, rows, sweep_table
+from slipstream.study.results import markdown_table, rows, sweep_table, token_overhead
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -41,6 +41,8 @@ DEFAULTS: dict[str, Any] = {
     "pipeline.sync_start_steps": 0,
 }
 RATES = {"muon": 0.02, "adamw": 0.001}
+COURSE = (600, 1200, 1300, 1800, 2400, 4800, 7200, 9600, 12207)
+"""Steps of the longest runs: in the warm-up, about its end at 1,220, and later."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,27 @@ def _gap_columns(plain: float | None, corrected: float | None, muon: float | Non
     ]
 
 
+def course_table(records: Sequence[Record]) -> str:
+    """The gap of the longest runs as they went on, and their token overhead, of all by the synchronous run's curve."""
+    longest = max(record.steps for record in records)
+    cells = {record.id: record for record in records if record.steps == longest}
+    lines = [
+        "| | " + " | ".join(f"{step:,}" for step in COURSE) + " | token overhead (curve) |",
+        "|---|" + "---:|" * (len(COURSE) + 1),
+    ]
+    for cell in cells.values():
+        baseline = cells[cell.baseline]
+        if cell is baseline:
+            continue
+        start = cell.setting.get("pipeline.sync_start_steps")
+        name = f"{cell.mode}, {start:,} synchronous steps" if start else cell.mode
+        losses, synchronous = ({e.step: e.loss for e in run.evaluations} for run in (cell, baseline))
+        gaps = [f"{losses[step] - synchronous[step]:+.4f}" for step in COURSE]
+        overhead, _ = token_overhead(cell, baseline, [cell])
+        lines.append(f"| {name} | " + " | ".join(gaps) + f" | {overhead:.3f} |")
+    return "\n".join(lines)
+
+
 def tables() -> dict[str, str]:
     """Those that there are records for, by the name in their marker."""
     found: dict[str, str] = {}
@@ -129,6 +152,8 @@ def tables() -> dict[str, str]:
     for name in ("length", "parts", "pipedream", "beyond"):
         if records := read_study(name):
             found[f"{name} table"] = markdown_table(rows(records))
+    if records := read_study("length"):
+        found["course table"] = course_table(records)
     for ablation in ABLATIONS:
         if records := ablation.records(read_study("ablations")):
             found[f"{ablation.name} table"] = markdown_table(rows(records))
