@@ -149,7 +149,7 @@ def tables() -> dict[str, str]:
     if main_study := read_study("main"):
         found["main table"] = markdown_table(rows(main_study))
         found["comparison table"] = comparison_table(main_study)
-    for name in ("length", "parts", "pipedream", "beyond"):
+    for name in ("length", "parts", "pipedream", "beyond", "trend"):
         if records := read_study(name):
             found[f"{name} table"] = markdown_table(rows(records))
     if records := read_study("length"):

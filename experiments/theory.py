@@ -57,30 +57,36 @@ STABILITY_BETAS = (0.0, 0.9, 0.95, 0.99)
 DELAYS = (0, 1, 2, 3, 4, 6, 8, 12, 15, 16)
 DELAY_BETA = 0.95
 DELAY_LAMS = (0.0, 1.0)
+TRENDS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
+TREND_BETAS = (0.9, 0.95)
 
 
-def characteristic_polynomial(rate: Array, beta: float, nesterov: bool, delay: int, lam: float) -> Array:
+def characteristic_polynomial(
+    rate: Array, beta: float, nesterov: bool, delay: int, lam: float, trend: float = 0.0
+) -> Array:
     """Coefficients, highest power of r first, of the recurrence that z follows; one row for each lr * curvature.
 
     With q the shift to the previous step, m = (1 - beta) g / (1 - beta q), Nesterov multiplies that by
     1 + beta (1 - q), and x = q^d (1 + lam d (1 - q)) z because u[t-1] = z[t-1] - z[t]. So z[t+1] - z[t] = -u[t] reads
     (1 - q)(1 - beta q) z + rate (1 - beta) q^(1+d) (1 + beta (1 - q)) (1 + lam d (1 - q)) z = 0.
+    trend: of the last update's change, so much is expected again; it multiplies lam by 1 + trend (1 - q).
     """
     free = np.polymul([-1.0, 1.0], [-beta, 1.0])
     feedback: NDArray[np.floating] = np.zeros(delay + 2)
     feedback[0] = 1 - beta
     if nesterov:
         feedback = np.polymul(feedback, [-beta, 1 + beta])
-    feedback = np.polymul(feedback, [-lam * delay, 1 + lam * delay])
+    expected = lam * delay * np.polymul([-1.0, 1.0], [-trend, 1 + trend])
+    feedback = np.polymul(feedback, np.polyadd(expected, [1.0]))
     degree = max(len(free), len(feedback)) - 1
     in_q = np.pad(free, (degree + 1 - len(free), 0)) + rate[:, None] * np.pad(feedback, (degree + 1 - len(feedback), 0))
     # q = 1/r: the coefficient of q^k belongs to r^(degree - k).
     return in_q[:, ::-1]
 
 
-def spectral_radius(rate: Array, beta: float, nesterov: bool, delay: int, lam: float) -> Array:
+def spectral_radius(rate: Array, beta: float, nesterov: bool, delay: int, lam: float, trend: float = 0.0) -> Array:
     """Largest |r| of the companion matrix; z forgets its start exactly when it is below 1. One for each rate."""
-    polynomial = characteristic_polynomial(rate, beta, nesterov, delay, lam)
+    polynomial = characteristic_polynomial(rate, beta, nesterov, delay, lam, trend)
     degree = polynomial.shape[1] - 1
     companion = np.zeros((len(rate), degree, degree))
     companion[:, 0, :] = -polynomial[:, 1:] / polynomial[:, :1]
@@ -88,7 +94,7 @@ def spectral_radius(rate: Array, beta: float, nesterov: bool, delay: int, lam: f
     return np.abs(np.linalg.eigvals(companion)).max(axis=1)
 
 
-def largest_stable_rate(beta: float, nesterov: bool, delay: int, lam: float) -> float:
+def largest_stable_rate(beta: float, nesterov: bool, delay: int, lam: float, trend: float = 0.0) -> float:
     """The first lr * curvature at which momentum descent on a quadratic stops being stable.
 
     At rate 0 one root is 1 and the others lie inside the circle; a small rate moves that root to about 1 - rate. So the
@@ -97,14 +103,14 @@ def largest_stable_rate(beta: float, nesterov: bool, delay: int, lam: float) -> 
     narrower than 2 % would be stepped over; the tests look for one by solving for roots on the circle instead.
     """
     scan = np.geomspace(1e-3, 1e3, 1 + math.ceil(math.log(1e6) / math.log(1.02)))
-    unstable = spectral_radius(scan, beta, nesterov, delay, lam) >= 1
+    unstable = spectral_radius(scan, beta, nesterov, delay, lam, trend) >= 1
     if unstable[0] or not unstable.any():
         raise ValueError(f"the limit is not between {scan[0]} and {scan[-1]}")
     first = int(unstable.argmax())
     low, high = float(scan[first - 1]), float(scan[first])
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        if spectral_radius(np.array([middle]), beta, nesterov, delay, lam)[0] < 1:
+        if spectral_radius(np.array([middle]), beta, nesterov, delay, lam, trend)[0] < 1:
             low = middle
         else:
             high = middle
@@ -127,6 +133,19 @@ def delay_table() -> str:
         for lam in DELAY_LAMS
     ]
     return _markdown(["delay d", *(str(delay) for delay in DELAYS)], rows)
+
+
+def trend_table() -> str:
+    """Largest stable lr * curvature one step late, by the share of the last update's change that is expected again."""
+    rows = [
+        [
+            f"{'Nesterov' if nesterov else 'EMA'}, beta {beta:g}",
+            *(_three_digits(largest_stable_rate(beta, nesterov, 1, 1.0, trend)) for trend in TRENDS),
+        ]
+        for nesterov in (False, True)
+        for beta in TREND_BETAS
+    ]
+    return _markdown(["k", *(f"{trend:g}" for trend in TRENDS)], rows)
 
 
 # ---------------------------------------------------------------- LMO descent on a known problem
@@ -439,6 +458,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "stability table": stability_table(),
         "delay table": delay_table(),
+        "trend table": trend_table(),
         "rate table": rate_table(rows),
         "excess table": excess_table(rows),
         "final loss table": final_loss_table(rows),

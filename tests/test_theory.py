@@ -31,7 +31,7 @@ def test_limits_agree_with_the_published_table(beta):
         assert limit == pytest.approx(float(printed), abs=rounding(printed) * (1 + 1e-6)), variant.label
 
 
-def first_root_on_the_circle(beta: float, nesterov: bool, delay: int, lam: float) -> float:
+def first_root_on_the_circle(beta: float, nesterov: bool, delay: int, lam: float, trend: float = 0.0) -> float:
     """Another way to the limit, which cannot step over a narrow window.
 
     With r on the unit circle the recurrence gives the rate that puts a root there; it counts where it is real and
@@ -39,7 +39,7 @@ def first_root_on_the_circle(beta: float, nesterov: bool, delay: int, lam: float
     """
     angle = np.linspace(1e-4, np.pi, 50_001)
     q = np.exp(-1j * angle)
-    feedback = (1 - beta) * q ** (1 + delay) * (1 + lam * delay * (1 - q))
+    feedback = (1 - beta) * q ** (1 + delay) * (1 + lam * delay * (1 - q) * (1 + trend * (1 - q)))
     if nesterov:
         feedback = feedback * (1 + beta * (1 - q))
     rate = -(1 - q) * (1 - beta * q) / feedback
@@ -58,15 +58,26 @@ def test_the_limit_is_the_first_root_on_the_circle(nesterov, lam, delay):
         assert limit == pytest.approx(first_root_on_the_circle(beta, nesterov, delay, lam), rel=1e-6)
 
 
-def simulated_growth(rate: float, beta: float, nesterov: bool, delay: int, lam: float, steps: int = 6000) -> float:
+@pytest.mark.parametrize("trend", theory.TRENDS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_limit_with_a_trend_is_the_first_root_on_the_circle(nesterov, trend):
+    for beta in (0.5, *theory.TREND_BETAS):
+        limit = theory.largest_stable_rate(beta, nesterov, 1, 1.0, trend)
+        assert limit == pytest.approx(first_root_on_the_circle(beta, nesterov, 1, 1.0, trend), rel=1e-6)
+
+
+def simulated_growth(
+    rate: float, beta: float, nesterov: bool, delay: int, lam: float, trend: float = 0.0, steps: int = 6000
+) -> float:
     """|z| late in a run over |z| early in it, playing the update as it is written."""
-    z, momentum, in_flight, path = 1.0, 0.0, [1.0] * (delay + 1), []
+    z, momentum, in_flight, path, last = 1.0, 0.0, [1.0] * (delay + 1), [], 0.0
     for _ in range(steps):
         gradient = in_flight.pop(0)
         momentum = beta * momentum + (1 - beta) * gradient
         update = rate * (beta * momentum + (1 - beta) * gradient if nesterov else momentum)
         z -= update
-        in_flight.append(z - lam * delay * update)
+        in_flight.append(z - lam * delay * (update + trend * (update - last)))
+        last = update
         path.append(abs(z))
         if abs(z) > 1e100:
             break
@@ -78,6 +89,15 @@ def simulated_growth(rate: float, beta: float, nesterov: bool, delay: int, lam: 
 @pytest.mark.parametrize("variant", [*theory.VARIANTS, theory.Variant("four steps, lam 1", True, 4, 1.0)], ids=str)
 def test_a_simulation_decays_inside_the_limit_and_grows_outside(variant, beta):
     setting = (beta, variant.nesterov, variant.delay, variant.lam)
+    limit = theory.largest_stable_rate(*setting)
+    assert simulated_growth(0.95 * limit, *setting) < 0.01
+    assert simulated_growth(1.05 * limit, *setting) > 100
+
+
+@pytest.mark.parametrize("trend", [0.5, 1.0])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_simulation_with_a_trend_decays_inside_the_limit_and_grows_outside(nesterov, trend):
+    setting = (0.9, nesterov, 1, 1.0, trend)
     limit = theory.largest_stable_rate(*setting)
     assert simulated_growth(0.95 * limit, *setting) < 0.01
     assert simulated_growth(1.05 * limit, *setting) > 100
