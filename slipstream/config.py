@@ -125,6 +125,9 @@ class OptimizerSection:
     """Likewise, of the mean square."""
     adamw_nesterov: bool = False
     """Likewise: look one step ahead along the mean."""
+    adamw_predictor: Literal["nesterov", "last"] | None = None
+    """Likewise: what error feedback expects of the next update, the last one again or, as if with adamw_nesterov, one
+    that turns with the mean. None: nesterov for adamw, last beside another, where it made no difference."""
     nesterov: bool = True
     """muon: look ahead along the momentum."""
     lookahead: float | None = None

@@ -169,9 +169,16 @@ def _optimizer_groups(config: Config) -> list[Group]:
             adamw_beta1=section.beta1,
             adamw_beta2=section.beta2,
             adamw_nesterov=section.adamw_nesterov,
+            adamw_predictor=adamw_predictor(section),
             **shared,
         )
-    adamw = partial(AdamW, beta1=section.beta1, beta2=section.beta2, nesterov=section.adamw_nesterov)
+    adamw = partial(
+        AdamW,
+        beta1=section.beta1,
+        beta2=section.beta2,
+        nesterov=section.adamw_nesterov,
+        predictor=adamw_predictor(section),
+    )
     if section.name == "adamw":
         return [Group("all", partial(adamw, lr=section.learning_rate), elementwise=True, **shared)]
     if section.name in RECIPES:
@@ -185,6 +192,10 @@ def _optimizer_groups(config: Config) -> list[Group]:
     if "weight_decay" in inspect.signature(cls).parameters:
         arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
     return [Group("all", partial(cls, **arguments), **shared)]
+
+
+def adamw_predictor(section: OptimizerSection) -> str:
+    return section.adamw_predictor or ("nesterov" if section.name == "adamw" else "last")
 
 
 def peak_rates(config: Config) -> dict[str, float]:

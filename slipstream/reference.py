@@ -6,6 +6,8 @@ It keeps what the paper keeps, weights and the previous update, and copies weigh
     z[t+1] = (1 - lr wd) z[t] - u[t]                           u[t] from the gradient at x[t]
     x[t+2] = z[t+1] - lam d u[t]                               which is x[t+1] - u[t] - lam (u[t] - u[t-1]) for d = 1
 
+Where another update is expected than the last one (AdamW), that one stands in place of the u's with lam.
+
 `delays[s]` is the delay d of stage s: all 0 for a synchronous run, all 1 for 2BW, P-1-s for PipeDream. It shares no
 code with the pipeline but the optimizers and their groups.
 """
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .optim import AdamW
 from .optim.groups import Group, assign
 
 
@@ -115,11 +118,27 @@ def reference_run(
                 optimizer.step()
             for name, master in members:
                 update = before[name] - master.detach()
-                predicted[name] = group.error_feedback * (0 if synchronous else delay_of[name]) * update
+                expected = _expected(optimizer, master) if finite else None
+                horizon = 0 if synchronous else delay_of[name]
+                predicted[name] = group.error_feedback * horizon * (update if expected is None else expected)
                 x[name].append((master.detach() - predicted[name]).to(dtype or master.dtype))
                 z[name] = master.detach().clone()
 
     return {name: z[name] if dtype else x[name][-1] + predicted[name] for name in parameters}, losses
+
+
+def _expected(optimizer: torch.optim.Optimizer, master: nn.Parameter) -> Tensor | None:
+    """What comes next, if it is not the same update again: AdamW's, with Nesterov's term."""
+    (group,) = optimizer.param_groups
+    if not isinstance(optimizer, AdamW) or group["predictor"] == "last":
+        return None
+    state, gradient = optimizer.state[master], master.grad
+    assert gradient is not None
+    weight = group["beta1"]
+    mean = (weight * state["mean"] + (1 - weight) * gradient) / (1 - weight ** state["step"])
+    root = (state["square"] / (1 - group["beta2"] ** state["step"])).sqrt()
+    expected: Tensor = group["lr"] * mean / (root + group["eps"])
+    return expected
 
 
 def _stages(model: nn.Sequential, layers_per_stage: Sequence[int]) -> dict[str, int]:

@@ -93,6 +93,7 @@ class Hyperparameters(TypedDict, total=False):
     adamw_beta2: float
     adamw_eps: float
     adamw_nesterov: bool
+    adamw_predictor: str
 
 
 def muon_and_adamw(
@@ -107,9 +108,9 @@ def muon_and_adamw(
     """The usual two groups: Muon for hidden matrices, AdamW for the rest.
 
     `muon_lr=0.02` is Muon's `lr`, `adamw_beta1=0.9` is AdamW's `beta1`, and so on for every field of
-    `Hyperparameters`; what is left out takes the constructor's default. Weight decay, error feedback and
-    clipping are the same for both groups, though each is clipped on its own norm; `dataclasses.replace` makes
-    them differ.
+    `Hyperparameters`; what is left out takes the constructor's default, but for `adamw_predictor`, which is
+    "last": beside Muon the other one was no better (docs/results.md). Weight decay, error feedback and clipping
+    are the same for both groups, though each is clipped on its own norm; `dataclasses.replace` makes them differ.
     """
     unknown = sorted(hyperparameters.keys() - Hyperparameters.__annotations__.keys())
     if unknown:
@@ -117,7 +118,7 @@ def muon_and_adamw(
         raise TypeError(f"muon_and_adamw takes no {', '.join(unknown)}: choose from {known}")
 
     def chosen(prefix: str) -> dict[str, Any]:
-        items = hyperparameters.items()
+        items = {"adamw_predictor": "last", **hyperparameters}.items()
         return {key.removeprefix(prefix): value for key, value in items if key.startswith(prefix)}
 
     group = partial(Group, weight_decay=weight_decay, error_feedback=error_feedback, clip_norm=clip_norm)

@@ -124,10 +124,12 @@ def adamw_step(
     beta2: float,
     eps: float,
     nesterov: bool,
+    expects_nesterov: bool,
     decay: float,
     coefficient: float,
 ) -> None:
-    """rules.adamw_update, then p <- decay p - u and ahead <- p - coefficient u. For `usable` tensors alone."""
+    """rules.adamw_update, then p <- decay p - u and ahead <- p - coefficient w, w being u or, if so, what u would be
+    with Nesterov's term. For `usable` tensors alone."""
     from .triton_kernels import adamw_step as by_triton
 
     by_triton(
@@ -142,6 +144,7 @@ def adamw_step(
         root_correction=(1 - beta2**step) ** 0.5,
         eps=eps,
         nesterov=nesterov,
+        expects_nesterov=expects_nesterov,
         decay=decay,
         coefficient=coefficient,
     )

@@ -21,12 +21,29 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from . import kernels
-from .rules import NS_DTYPES, SCALES, adamw_update, momentum_weight, orthogonal_update, sign_update
+from .rules import (
+    NS_DTYPES,
+    SCALES,
+    adamw_step_from,
+    adamw_update,
+    momentum_weight,
+    orthogonal_update,
+    sign_update,
+)
 
 STACK_ELEMENTS = 2**24
 """Large matrices gain nothing from being stacked, and a stack costs several temporaries of its size."""
+ADAMW_PREDICTORS = ("nesterov", "last")
 LARGE_ELEMENTS = 2**20
 """From here on a pass over a parameter takes a GPU longer than the launch of its kernel takes the host."""
+
+
+View = Callable[[Tensor], Tensor]
+"""The same part of each of several tensors."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def stack_elements(ns_dtype: torch.dtype) -> int:
@@ -42,8 +59,9 @@ class PredictingOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_ahead(self, working: Sequence[Tensor], coefficient: float) -> None:
-        """A step that leaves z - coefficient u in `working`, which has the order and shapes of all parameters: what
-        `correction.predict` makes of copies taken before, without the copies. Decay is not extrapolated."""
+        """A step that leaves z - coefficient w in `working`, which has the order and shapes of all parameters; w is the
+        update expected next. Where that is u again, it is what `correction.predict` makes of copies taken before,
+        without the copies. Decay is not extrapolated."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._ahead = dict(zip(parameters, working, strict=True)), coefficient
         try:
@@ -53,6 +71,11 @@ class PredictingOptimizer(Optimizer):
         for parameter, copy in zip(parameters, working, strict=True):
             if parameter.grad is None:
                 copy.copy_(parameter)
+
+    def expected(self, parameter: Tensor, group: dict[str, Any], view: View = whole) -> Tensor | None:
+        """After a step, while the gradient is there: the update expected next, or a part of it; None: the same again.
+        group: the one of `param_groups` that has the parameter."""
+        return None
 
     def _apply(self, parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         copy, coefficient = self._target(parameter)
@@ -205,7 +228,12 @@ class Muon(PredictingOptimizer):
 
 @final
 class AdamW(PredictingOptimizer):
-    """Adam with decoupled weight decay; `nesterov` looks one step ahead, which helps under delay."""
+    """Adam with decoupled weight decay; `nesterov` looks one step ahead, which helps under delay.
+
+    predictor: what error feedback expects of the next update. "last": this one again, as the paper has it. "nesterov":
+    this one with Nesterov's term, whether or not the step itself has it. It goes the way the mean is turning, and loses
+    far less to delay (docs/results.md).
+    """
 
     def __init__(
         self,
@@ -216,6 +244,7 @@ class AdamW(PredictingOptimizer):
         beta2: float = 0.95,
         eps: float = 1e-8,
         nesterov: bool = False,
+        predictor: str = "nesterov",
         weight_decay: float = 0.0,
     ) -> None:
         defaults = {
@@ -224,6 +253,7 @@ class AdamW(PredictingOptimizer):
             "beta2": beta2,
             "eps": eps,
             "nesterov": nesterov,
+            "predictor": predictor,
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
@@ -233,6 +263,8 @@ class AdamW(PredictingOptimizer):
         with _newest_group(self) as group:
             _require_not_negative(group, "lr", "eps", "weight_decay")
             _require_fraction(group, "beta1", "beta2")
+            if group["predictor"] not in ADAMW_PREDICTORS:
+                raise ValueError(f"predictor is {group['predictor']!r}: use one of {', '.join(ADAMW_PREDICTORS)}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -251,20 +283,42 @@ class AdamW(PredictingOptimizer):
                 self._step_parameter(parameter, state, group)
         return loss
 
+    def expected(self, parameter: Tensor, group: dict[str, Any], view: View = whole) -> Tensor | None:
+        if parameter.grad is None or not expects_nesterov(group):
+            return None
+        return self.forecast(parameter, group, nesterov=True, view=view)
+
+    @torch.no_grad()
+    def forecast(self, parameter: Tensor, group: dict[str, Any], nesterov: bool, view: View = whole) -> Tensor:
+        """After a step, what it would have been with Nesterov's term, or without; or a part of that."""
+        state = self.state[parameter]
+        tensors = map(view, (_gradient(parameter), state["mean"], state["square"]))
+        return adamw_step_from(*tensors, **_settings(group, state) | {"nesterov": nesterov})
+
     def _step_parameter(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        settings: dict[str, Any] = {key: group[key] for key in ("lr", "beta1", "beta2", "eps", "nesterov")}
-        settings["step"] = state["step"]
+        settings, is_ahead = _settings(group, state), expects_nesterov(group)
         decay = 1 - group["lr"] * group["weight_decay"]
         copy, coefficient = self._target(parameter)
         gradient, mean, square = _gradient(parameter), state["mean"], state["square"]
         tensors = [parameter, gradient, mean, square, *_present(copy)]
         if kernels.usable(*tensors):
             kernels.adamw_step(
-                parameter, gradient, mean, square, copy, decay=decay, coefficient=coefficient, **settings
+                parameter,
+                gradient,
+                mean,
+                square,
+                copy,
+                expects_nesterov=is_ahead,
+                decay=decay,
+                coefficient=coefficient,
+                **settings,
             )
             return
         for p, g, m, v, *x in _chunks(tensors):
-            _move(p, adamw_update(g, m, v, **settings), x[0] if x else None, decay, coefficient)
+            _move(p, adamw_update(g, m, v, **settings), x[0] if x and not is_ahead else None, decay, coefficient)
+            if x and is_ahead:
+                expected = adamw_step_from(g, m, v, **settings | {"nesterov": True})
+                torch.sub(p, expected, alpha=coefficient, out=x[0])
 
 
 @final
@@ -287,6 +341,16 @@ class SignDescent(PredictingOptimizer):
                 if parameter.grad is not None:
                     self._apply(parameter, sign_update(parameter.grad, lr=group["lr"]), group)
         return loss
+
+
+def _settings(group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """What AdamW's rule takes beside its tensors."""
+    return {"step": state["step"]} | {key: group[key] for key in ("lr", "beta1", "beta2", "eps", "nesterov")}
+
+
+def expects_nesterov(group: dict[str, Any]) -> bool:
+    """Of AdamW: whether the next update is expected to differ from the last."""
+    return group["predictor"] == "nesterov" and not group["nesterov"]
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:

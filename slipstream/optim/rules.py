@@ -229,6 +229,24 @@ def adamw_update(
     mean.lerp_(gradient, 1 - beta1)
     # v <- beta2 v + (1 - beta2) g^2
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    return adamw_step_from(
+        gradient, mean, square, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, nesterov=nesterov
+    )
+
+
+def adamw_step_from(
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    nesterov: bool,
+) -> Tensor:
+    """The second half of `adamw_update`: the step that the averages, which have this gradient already, come to."""
     numerator = gradient.lerp(mean, beta1) if nesterov else mean
     # sqrt(v / (1 - beta2^t)) + eps
     denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)

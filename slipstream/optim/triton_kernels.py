@@ -156,7 +156,7 @@ def apply_update(parameter: Tensor, update: Tensor, ahead: Tensor | None, decay:
 def _adamw_step(
     p_ptr, g_ptr, m_ptr, v_ptr, ahead_ptr, num_elements,
     rate, share1, beta2, share2, root_correction, eps, decay, coefficient,
-    NESTEROV: tl.constexpr, HAS_AHEAD: tl.constexpr, ELEMENTS: tl.constexpr,
+    NESTEROV: tl.constexpr, EXPECTS_NESTEROV: tl.constexpr, HAS_AHEAD: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """share1 and share2: 1 - beta1 and 1 - beta2, which fp32 would not have exactly enough after a subtraction."""
     offsets = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -167,16 +167,16 @@ def _adamw_step(
     v = tl.load(v_ptr + offsets, mask=inside).to(tl.float32)
     m += share1 * (g - m)
     v = beta2 * v + share2 * g * g
-    numerator = m
-    if NESTEROV:
-        numerator += share1 * (g - m)
-    u = rate * numerator / (tl.sqrt(v) / root_correction + eps)
+    further = m + share1 * (g - m)
+    denominator = tl.sqrt(v) / root_correction + eps
+    u = rate * (further if NESTEROV else m) / denominator
     p = decay * p - u
     tl.store(p_ptr + offsets, p, mask=inside)
     tl.store(m_ptr + offsets, m, mask=inside)
     tl.store(v_ptr + offsets, v, mask=inside)
     if HAS_AHEAD:
-        tl.store(ahead_ptr + offsets, p - coefficient * u, mask=inside)
+        expected = rate * further / denominator if EXPECTS_NESTEROV else u
+        tl.store(ahead_ptr + offsets, p - coefficient * expected, mask=inside)
 
 
 def adamw_step(
@@ -192,6 +192,7 @@ def adamw_step(
     root_correction: float,
     eps: float,
     nesterov: bool,
+    expects_nesterov: bool,
     decay: float,
     coefficient: float,
 ) -> None:
@@ -200,7 +201,7 @@ def adamw_step(
         _adamw_step[(triton.cdiv(num_elements, ELEMENTS),)](
             parameter, gradient, mean, square, parameter if ahead is None else ahead, num_elements,
             rate, 1 - beta1, beta2, 1 - beta2, root_correction, eps, decay, coefficient,
-            NESTEROV=nesterov, HAS_AHEAD=ahead is not None, ELEMENTS=ELEMENTS,
+            NESTEROV=nesterov, EXPECTS_NESTEROV=expects_nesterov, HAS_AHEAD=ahead is not None, ELEMENTS=ELEMENTS,
         )  # fmt: skip
 
 

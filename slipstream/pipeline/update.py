@@ -1,9 +1,10 @@
 """One stage's update: gradients of a finished batch in, the next weight version out.
 
     z[t+1] = (1 - lr wd) z[t] - u[t]          the optimizer's step on the masters
-    x      = z[t+1] - lam d u[t]              the working copy, predicted d steps ahead (error feedback)
+    x      = z[t+1] - lam d w[t]              the working copy, predicted d steps ahead (error feedback)
 
-d is how many updates later than its own the version will be used: 1 for two_bw, 0 for a synchronous step.
+d is how many updates later than its own the version will be used: 1 for two_bw, 0 for a synchronous step. w[t] is what
+is expected of the next update: u[t] again, unless the optimizer knows better (AdamW does).
 
 Our own optimizers write x in the pass that makes the update. For all others the working copies, in the masters' dtype,
 hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser dtype they cannot: there z[t] is
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
-from ..optim.optimizer import PredictingOptimizer
+from ..optim.optimizer import PredictingOptimizer, View, whole
 from .partition import Tied
 from .reduction import NUM_PRODUCTS
 from .state import group_facts, restore_groups
@@ -175,7 +176,7 @@ class Updater:
             if self._track_alignment:
                 products = self._products(part, working, coefficient, decay)
             if coefficient != 0:
-                predict(working, part.masters, coefficient)
+                _predict(part, working, coefficient)
             else:
                 for copy, master in zip(working, part.masters, strict=True):
                     copy.copy_(master)
@@ -190,7 +191,7 @@ class Updater:
         }
         if coefficient != 0 and isinstance(part.optimizer, PredictingOptimizer):
             part.optimizer.step_ahead(working, coefficient)
-            return self._sampled_products(part, samples)
+            return self._sampled_products(part, samples, predicts=True)
         ahead: Sequence[Tensor] = part.masters if coefficient == 0 else [master.clone() for master in part.masters]
         with torch.enable_grad():
             part.optimizer.step()
@@ -198,7 +199,7 @@ class Updater:
             predict(ahead, part.masters, coefficient)
         for copy, weights in zip(working, ahead, strict=True):
             copy.copy_(weights)
-        return self._sampled_products(part, samples)
+        return self._sampled_products(part, samples, predicts=coefficient != 0)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -212,10 +213,10 @@ class Updater:
         self._last_samples.clear()
 
     def _products(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
-        """Inner products of this update and the one before, from the copies at hand: no update is ever stored.
+        """Inner products of this update and what was expected of it, from the copies at hand: no update is ever stored.
 
-        With prediction the working copy holds z[t] and the newest one is z[t] minus a multiple of u[t-1]. Without, the
-        newest is z[t] and the working copy, about to be overwritten, is z[t-1].
+        With prediction the working copy holds z[t] and the newest one is z[t] minus a multiple of w[t-1]. Without, what
+        is compared is u[t-1]: the newest is z[t] and the working copy, about to be overwritten, is z[t-1].
         """
         newest = [self._versions.parameters(self._versions.newest)[name] for name in part.names]
         last = self._last_coefficients[part.index]
@@ -229,7 +230,7 @@ class Updater:
             return update_products(current, previous)
         return torch.zeros_like(self.products[part.index])
 
-    def _sampled_products(self, part: Part, samples: Mapping[str, Tensor]) -> Tensor:
+    def _sampled_products(self, part: Part, samples: Mapping[str, Tensor], predicts: bool) -> Tensor:
         """The same from a sample of every parameter, which a coarse working copy does not spare us keeping."""
         total = torch.zeros_like(self.products[part.index])
         for name, before in samples.items():
@@ -238,8 +239,26 @@ class Updater:
             if name in self._last_samples:
                 u, v = update.double(), self._last_samples[name].double()
                 total += torch.stack([u.dot(v), u.dot(u), v.dot(v)]) * (master.numel() / update.numel())
-            self._last_samples[name] = update
+            expected = _expected(part, master, sample) if predicts else None
+            self._last_samples[name] = update if expected is None else expected
         return total
+
+
+def _predict(part: Part, working: list[Tensor], coefficient: float) -> None:
+    """Turns z[t], held by the working copies, into x."""
+    for copy, master in zip(working, part.masters, strict=True):
+        expected = _expected(part, master)
+        if expected is None:
+            predict([copy], [master], coefficient)
+        else:
+            torch.sub(master, expected, alpha=coefficient, out=copy)
+        del expected  # before there is another
+
+
+def _expected(part: Part, master: Tensor, view: View = whole) -> Tensor | None:
+    if not isinstance(part.optimizer, PredictingOptimizer):
+        return None
+    return part.optimizer.expected(master, part.optimizer.param_groups[0], view)
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import Config, ConfigError, schedule_of
+from ..config import Config, ConfigError, OptimizerSection, schedule_of
+from ..optim.recipes import RECIPES
+from ..parts import adamw_predictor
 from .predictors import LOOK_INSIDE, PREDICTORS, WEIGHTED
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
@@ -29,8 +31,8 @@ class Cell:
     """The axes that put it where it is in the grid, by dotted field; mode, optimizer and seed aside."""
     delays: tuple[int, ...] = ()
     """Per stage; empty: those of the schedule."""
-    predictor: str = "last"
-    """What foretells the next update, for error feedback: see study.predictors."""
+    predictor: str = ""
+    """What foretells the next update, for error feedback: see study.predictors. Empty: what a pipeline expects."""
     predictor_weight: float = 0.5
     """k of two_term and damped."""
     compute_dtype: str | None = None
@@ -40,7 +42,7 @@ class Cell:
 
     def validate(self) -> None:
         """What is the study's own; the configuration is looked at by `parts.check`."""
-        if self.predictor not in PREDICTORS:
+        if self.predictor and self.predictor not in PREDICTORS:
             raise ConfigError(f"predictor = {self.predictor!r} is unknown: choose one of {', '.join(PREDICTORS)}")
         for name, known in (("compute_dtype", COMPUTE_DTYPES), ("compile_mode", COMPILE_MODES)):
             if getattr(self, name) not in (None, *known):
@@ -121,6 +123,7 @@ class Cell:
             del sections[name]
         for name in ("track_alignment", "non_finite"):
             sections["train"].pop(name, None)
+        sections["optimizer"].pop("adamw_predictor", None)
         recompute_every = sections["train"].pop("recompute_every", 0)
         pipeline = self.config.pipeline
         sections["microbatches"] = pipeline.microbatches
@@ -130,7 +133,7 @@ class Cell:
         else:
             sections["sync_start_steps"] = pipeline.sync_start_steps
             if self.config.optimizer.error_feedback != 0:
-                sections["predictor"] = self.predictor
+                sections["predictor"] = self.predictor or _predictor(self.config.optimizer)
                 if self.predictor in WEIGHTED:
                     sections["predictor_weight"] = self.predictor_weight
             if len(set(self.stage_delays)) > 1 or self.drift_warmups:
@@ -146,6 +149,12 @@ class Cell:
     def name(self) -> str:
         """Of its folder, and on the screen."""
         return f"{self.config.optimizer.name.rpartition('.')[2]}-seed{self.config.train.seed}-{self.id}"
+
+
+def _predictor(section: OptimizerSection) -> str:
+    """What a pipeline expects of the next update."""
+    has_adamw = section.name in ("muon", "adamw") or (section.name in RECIPES and RECIPES[section.name].matrices_only)
+    return adamw_predictor(section) if has_adamw and not section.adamw_nesterov else "last"
 
 
 def _set_fields(section: Any) -> dict[str, Any]:

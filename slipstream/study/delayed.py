@@ -29,7 +29,7 @@ from ..optim.groups import Group, assign
 from ..parts import Parts, recomputed_layers
 from ..pipeline.recompute import Recomputing
 from .cell import Cell
-from .predictors import Predictor, make_predictor
+from .predictors import Last, Predictor, make_predictor, pipeline_predictor
 
 Batch = tuple[Tensor, Tensor]
 
@@ -134,7 +134,11 @@ class DelayedRun:
             ]
             parameters = [slab.parameters for slab in slabs]
             optimizer = group.optimizer([p for piece in parameters for p in piece])
-            predictor = make_predictor(cell.predictor, cell.predictor_weight, parameters)
+            predictor = (
+                make_predictor(cell.predictor, cell.predictor_weight, parameters)
+                if cell.predictor
+                else pipeline_predictor(optimizer)
+            )
             rates = [g["lr"] for g in optimizer.param_groups]
             self.groups.append(GroupState(group, slabs, optimizer, rates, predictor))
         self.losses = torch.zeros(self.steps, dtype=torch.float64, device=device)
@@ -226,7 +230,7 @@ class DelayedRun:
         """Leaves x in every slab's spare: z - lam d w."""
         is_late = not synchronous and any(slab.delay for slab in state.slabs)
         lam = state.group.error_feedback if is_late else 0.0
-        if self._cell.predictor == "last" or lam == 0:
+        if isinstance(state.predictor, Last) or lam == 0:
             for slab in state.slabs:
                 predict([slab.spare], [slab.master], lam * slab.delay)
             return

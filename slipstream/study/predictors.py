@@ -1,8 +1,10 @@
 """Which update comes next? Error feedback runs a batch on z - lam d w, w being what is expected of the next update.
 
-The paper's answer is the last update. These are others, to be judged beside it; they live in the study, and one moves
-to `optim.correction` when it has won. u: the update just made, v: the one before. All stay on the device.
+The paper's answer is the last update, a pipeline's that of its optimizers: the same, but for AdamW. These are others,
+to be judged beside them; they live in the study, and one moves to the optimizers when it has won. u: the update just
+made, v: the one before. All stay on the device.
 
+    (none)     what a pipeline expects
     last       w = u
     two_term   w = u + k (u - v)        k > 0 carries on a trend, k < 0 averages it away
     adaptive   w = c u                  c: least squares of each update on the one before, averaged over steps
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim import AdamW, Muon
+from ..optim.optimizer import expects_nesterov
 from ..optim.rules import orthogonal_update
 
 MEMORY = 0.9
@@ -40,6 +43,15 @@ class Predictor(Protocol):
 class Last:
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
         return updates
+
+
+class Own:
+    """That of the optimizer, for one that has a guess of its own and takes every flat piece for a parameter."""
+
+    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+        assert isinstance(optimizer, AdamW)
+        expected = (optimizer.expected(p, group) for group in optimizer.param_groups for p in group["params"])
+        return [u if w is None else w for u, w in zip(updates, expected, strict=True)]
 
 
 class TwoTerm:
@@ -137,16 +149,11 @@ def _muon_forecast(optimizer: Optimizer, nesterov: bool) -> dict[Tensor, Tensor]
 
 def _adamw_forecast(optimizer: Optimizer, nesterov: bool) -> dict[Tensor, Tensor]:
     assert isinstance(optimizer, AdamW)
-    expected = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            (direction,) = _directions([parameter], [state["mean"]], group["beta1"], nesterov)
-            root = (state["square"] / (1 - group["beta2"] ** state["step"])).sqrt_()
-            expected[parameter] = (
-                direction * (group["lr"] / (1 - group["beta1"] ** state["step"])) / root.add_(group["eps"])
-            )
-    return expected
+    return {
+        parameter: optimizer.forecast(parameter, group, nesterov)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, nesterov: bool) -> list[Tensor]:
@@ -162,6 +169,11 @@ WEIGHTED = ("two_term", "damped")
 """Those with a weight, k."""
 LOOK_INSIDE = ("momentum", "damped")
 """Those that read the state of Muon and AdamW."""
+
+
+def pipeline_predictor(optimizer: Optimizer) -> Predictor:
+    has_own = isinstance(optimizer, AdamW) and expects_nesterov(optimizer.param_groups[0])
+    return Own() if has_own else Last()
 
 
 def make_predictor(name: str, weight: float, pieces: list[list[nn.Parameter]]) -> Predictor:

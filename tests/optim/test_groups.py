@@ -119,6 +119,7 @@ def test_muon_and_adamw_covers_every_parameter_with_the_right_optimizer() -> Non
         **AdamW([PARAMETERS[2][1]], lr=0.01).defaults,
         "beta2": 0.99,
         "nesterov": True,
+        "predictor": "last",
     }
     for group in groups:
         assert (group.weight_decay, group.error_feedback, group.clip_norm) == (0.1, 1.0, 1.0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.optim import AdamW, Muon, adamw_update, kernels
 from slipstream.optim.optimizer import LARGE_ELEMENTS
+from slipstream.optim.rules import adamw_step_from
 
 HAS_CUDA = torch.cuda.is_available()
 INTERPRETED = kernels.HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,8 +131,9 @@ def test_momentum_and_direction_follow_their_formula(num_elements: int, weight: 
 
 @launched
 @pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("expects_nesterov", [True, False])
 @pytest.mark.parametrize("predicts", [True, False])
-def test_adamw_step_is_the_rule_decay_and_prediction(nesterov: bool, predicts: bool) -> None:
+def test_adamw_step_is_the_rule_decay_and_prediction(nesterov: bool, expects_nesterov: bool, predicts: bool) -> None:
     from slipstream.optim.triton_kernels import adamw_step
 
     parameter, gradient, mean = random(5001), random(5001, seed=1), random(5001, seed=2)
@@ -139,6 +141,7 @@ def test_adamw_step_is_the_rule_decay_and_prediction(nesterov: bool, predicts: b
     m, v = mean.double(), square.double()
     settings = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
     update = adamw_update(gradient.double(), m, v, step=3, nesterov=nesterov, **settings)
+    next_update = adamw_step_from(gradient.double(), m, v, step=3, nesterov=nesterov or expects_nesterov, **settings)
     expected = 0.99 * parameter.double() - update
     adamw_step(
         parameter,
@@ -152,12 +155,13 @@ def test_adamw_step_is_the_rule_decay_and_prediction(nesterov: bool, predicts: b
         root_correction=(1 - 0.999**3) ** 0.5,
         eps=1e-8,
         nesterov=nesterov,
+        expects_nesterov=expects_nesterov,
         decay=0.99,
         coefficient=0.7,
     )
     for found, wanted in [(parameter, expected), (mean, m), (square, v)]:
         assert distance(found, wanted) < 1e-6
-    assert distance(ahead, expected - 0.7 * update) < 1e-6 if predicts else bool(ahead.isnan().all())
+    assert distance(ahead, expected - 0.7 * next_update) < 1e-6 if predicts else bool(ahead.isnan().all())
 
 
 @launched
@@ -183,6 +187,7 @@ OPTIMIZERS: list[Callable[[list[nn.Parameter]], AdamW | Muon]] = [
     partial(Muon, lr=0.02),
     partial(AdamW, lr=0.01, weight_decay=0.1),
     partial(AdamW, lr=0.01, nesterov=True),
+    partial(AdamW, lr=0.01, predictor="last"),
 ]
 
 

@@ -152,7 +152,7 @@ def test_closure_is_evaluated_with_gradients_on(make: MakeOptimizer) -> None:
 def test_step_is_the_rule_after_weight_decay(name: str) -> None:
     held, expected = parameters(torch.float64), [p.detach() for p in parameters(torch.float64)]
     optimizer = OPTIMIZERS[name](held)
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "weight_decay")}
+    settings = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "weight_decay", "predictor")}
     decay = 1 - settings["lr"] * optimizer.param_groups[0]["weight_decay"]
     first, second = ([torch.zeros_like(p) for p in expected] for _ in range(2))
     for step in range(3):
@@ -308,6 +308,8 @@ def test_a_step_ahead_is_the_step_and_the_prediction(name: str) -> None:
     one, other = OPTIMIZERS[name](plain), OPTIMIZERS[name](ahead)
     for group in (*one.param_groups, *other.param_groups):
         group["weight_decay"] = 0.0
+        if "predictor" in group:
+            group["predictor"] = "last"
     assert isinstance(other, PredictingOptimizer)
     working = [nn.Parameter(torch.full_like(parameter, float("nan"))) for parameter in ahead]
     for step in range(3):
@@ -324,6 +326,40 @@ def test_a_step_ahead_is_the_step_and_the_prediction(name: str) -> None:
     other.step()  # and a plain step leaves the copies alone
     assert not torch.equal(ahead[0], plain[0])
     torch.testing.assert_close(working[0].detach(), predicted[0], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.8])
+def test_adamw_expects_the_step_that_it_would_have_made_with_nesterovs_term(beta1: float) -> None:
+    """Beside a twin that makes it: both have the same averages."""
+    held, twins = parameters(torch.float64), parameters(torch.float64)
+    optimizer, twin = AdamW(held, lr=0.01, beta1=beta1), AdamW(twins, lr=0.01, beta1=beta1, nesterov=True)
+    working = [torch.full_like(parameter, float("nan")) for parameter in held]
+    for step in range(3):
+        for owned in (held, twins):
+            for i, (parameter, gradient) in enumerate(zip(owned, gradients(step, torch.float64), strict=True)):
+                parameter.grad = gradient if (i, step) != (1, 2) else None
+        before = [parameter.detach().clone() for parameter in twins]
+        twin.step()
+        optimizer.step_ahead(working, 0.5)
+        (group,) = optimizer.param_groups
+        for parameter, copied, old, new in zip(held, working, before, twins, strict=True):
+            update = old - new.detach()
+            torch.testing.assert_close(copied, parameter.detach() - 0.5 * update, rtol=0, atol=1e-14)
+            expected = optimizer.expected(parameter, group)
+            if parameter.grad is None:
+                assert expected is None
+                continue
+            assert expected is not None
+            torch.testing.assert_close(expected, update, rtol=0, atol=1e-14)
+            sampled = optimizer.expected(parameter, group, lambda tensor: tensor.flatten()[::3])
+            assert sampled is not None
+            torch.testing.assert_close(sampled, expected.flatten()[::3], rtol=0, atol=1e-15)
+    assert all(twin.expected(parameter, twin.param_groups[0]) is None for parameter in twins)
+
+
+def test_what_adamw_cannot_expect_is_refused() -> None:
+    with pytest.raises(ValueError, match="predictor is 'momentum': use one of nesterov, last"):
+        AdamW([nn.Parameter(torch.zeros(2))], lr=0.01, predictor="momentum")
 
 
 def test_a_step_ahead_does_not_extrapolate_decay() -> None:

@@ -57,7 +57,7 @@ EXPERTS = {
 }
 
 
-def language_model(tied: bool, num_layers: int = 3, **experts: int) -> Task:
+def language_model(tied: bool, num_layers: int = 3, seed: int = 0, **experts: int) -> Task:
     config = ModelConfig(
         vocab_size=29,
         sequence_length=8,
@@ -70,10 +70,12 @@ def language_model(tied: bool, num_layers: int = 3, **experts: int) -> Task:
         **experts,
     )
     model = decoder(config).double()
-    initialise(model, config, seed=0)
+    initialise(model, config, seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # larger than usual, so that a wrong version shows
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.mul_(4) if parameter.ndim > 1 else parameter.add_(0.1 * noise)
 
     def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1000 * step + microbatch)

@@ -25,7 +25,13 @@ Shapes = list[tuple[int, int, int]]
 
 def groups() -> list[Group]:
     return muon_and_adamw(
-        muon_lr=0.02, adamw_lr=0.01, muon_ns_dtype=torch.float64, weight_decay=0.1, error_feedback=1.0, clip_norm=0.05
+        muon_lr=0.02,
+        adamw_lr=0.01,
+        adamw_predictor="nesterov",
+        muon_ns_dtype=torch.float64,
+        weight_decay=0.1,
+        error_feedback=1.0,
+        clip_norm=0.05,
     )
 
 

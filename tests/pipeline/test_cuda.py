@@ -21,7 +21,13 @@ pytestmark = [
 
 def groups(lam: float):
     return muon_and_adamw(
-        muon_lr=0.02, adamw_lr=0.01, muon_ns_dtype=torch.float64, error_feedback=lam, clip_norm=0.05, weight_decay=0.1
+        muon_lr=0.02,
+        adamw_lr=0.01,
+        adamw_predictor="nesterov",
+        muon_ns_dtype=torch.float64,
+        error_feedback=lam,
+        clip_norm=0.05,
+        weight_decay=0.1,
     )
 
 

@@ -314,7 +314,7 @@ def test_an_evaluation_sees_the_masters_after_its_step():
 def test_the_logged_cosine_is_that_of_consecutive_updates():
     task = network()
     lam = 0.7
-    groups = [Group("all", partial(AdamW, lr=0.01), error_feedback=lam, weight_decay=0.3)]
+    groups = [Group("all", partial(AdamW, lr=0.01, predictor="last"), error_feedback=lam, weight_decay=0.3)]
     shared = {"num_microbatches": 2, "learning_rate": falling_rate}
     outcome = run_pipeline(task, 2, groups, num_steps=8, **shared)
     z = [{name: p.detach() for name, p in task.model.named_parameters()}]

@@ -33,7 +33,13 @@ NUM_STEPS = 12
 
 def groups(lam: float = 1.0) -> list[Group]:
     return muon_and_adamw(
-        muon_lr=0.02, adamw_lr=0.01, muon_ns_dtype=torch.float64, weight_decay=0.1, error_feedback=lam, clip_norm=0.05
+        muon_lr=0.02,
+        adamw_lr=0.01,
+        adamw_predictor="nesterov",
+        muon_ns_dtype=torch.float64,
+        weight_decay=0.1,
+        error_feedback=lam,
+        clip_norm=0.05,
     )
 
 
@@ -47,11 +53,11 @@ def coarse(task: Task, dtype: torch.dtype) -> Task:
     return Task(task.model, data, lambda outputs, targets: task.loss(outputs.float(), targets))
 
 
-def some_model_is_within(tolerance: float, difference: Callable[[], float]) -> bool:
+def some_model_is_within(tolerance: float, difference: Callable[[int], float]) -> bool:
     """Rounding is a step: where a master lies just between two working copies, a last digit of its own, as sums in
     another order make it, moves the copy by a whole one. One model of a hundred or so has such a master; a fault would
-    show in all. difference: between a pipeline and the oracle, of a model drawn anew in each call."""
-    return any(difference() <= tolerance for _ in range(3))
+    show in all. difference: between a pipeline and the oracle, of the model with a seed."""
+    return any(difference(seed) <= tolerance for seed in range(3))
 
 
 @pytest.mark.parametrize(("stages", "schedule", "lam", "dtype", "gradient_dtype"), [
@@ -67,8 +73,8 @@ def test_coarse_working_copies_follow_the_oracle(dtype, stages, schedule, lam, g
     """float64 masters, so that what is left is the order of sums."""
     delays = {"two_bw": [1] * stages, "one_f_one_b": [0] * stages, "pipedream": list(range(stages))[::-1]}[schedule]
 
-    def difference() -> float:
-        task = coarse(language_model(tied=False), dtype)
+    def difference(seed: int) -> float:
+        task = coarse(language_model(tied=False, seed=seed), dtype)
         shared: dict[str, Any] = {
             "num_microbatches": 3,
             "num_steps": NUM_STEPS,
@@ -106,8 +112,8 @@ def test_replicas_with_coarse_working_copies_agree(tied, tolerance, threads, sha
     """To the bit, and whoever owns the optimizer. Of a tied weight the oracle adds up embedding and head of every
     microbatch in float32, the stages only those of the batch, in float64."""
 
-    def difference() -> float:
-        task = coarse(language_model(tied=tied), torch.float32)
+    def difference(seed: int) -> float:
+        task = coarse(language_model(tied=tied, seed=seed), torch.float32)
         options: dict[str, Any] = {"num_microbatches": 4, "num_steps": NUM_STEPS, "layers_per_stage": even_cut(task, 2)}
         expected, _ = run_reference(
             task, groups(), delays=[1, 1], dtype=torch.float32, gradient_dtype=torch.float64, **options

@@ -35,6 +35,7 @@ def groups(lam: float = 1.0) -> list[Group]:
     return muon_and_adamw(
         muon_lr=0.02,
         adamw_lr=0.01,
+        adamw_predictor="nesterov",
         muon_ns_dtype=torch.float64,
         weight_decay=0.1,
         error_feedback=lam,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream import AdamW, Group
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.versions import WeightVersions
@@ -16,7 +19,12 @@ def run(track_alignment: bool, num_steps: int = 4) -> tuple[list[Tensor], list[T
     torch.manual_seed(0)
     versions = WeightVersions(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double(), 2, separate_masters=True)
     groups = muon_and_adamw(
-        muon_lr=0.02, adamw_lr=0.01, weight_decay=0.1, error_feedback=0.5, muon_ns_dtype=torch.float64
+        muon_lr=0.02,
+        adamw_lr=0.01,
+        adamw_predictor="nesterov",
+        weight_decay=0.1,
+        error_feedback=0.5,
+        muon_ns_dtype=torch.float64,
     )
     updater = Updater(versions, groups, {}, lambda step: 1 / (1 + step), track_alignment, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
@@ -48,3 +56,33 @@ def test_no_copy_is_made_where_the_optimizer_predicts(monkeypatch: pytest.Monkey
     run(track_alignment=False)
     with pytest.raises(AssertionError, match="from copies"):
         run(track_alignment=True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["alike", "coarse"])
+@pytest.mark.parametrize("predictor", ["nesterov", "last"])
+def test_an_update_is_compared_with_what_was_expected_of_it(predictor: str, dtype: torch.dtype | None) -> None:
+    """Beside twins, stepped with and without Nesterov's term."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5)).double()
+    twins = [[nn.Parameter(p.detach().clone()) for p in model.parameters()] for _ in range(2)]
+    plain, nesterov = AdamW(twins[0], lr=0.01), AdamW(twins[1], lr=0.01, nesterov=True)
+    versions = WeightVersions(model, 2, separate_masters=True, dtype=dtype)
+    groups = [Group("all", partial(AdamW, lr=0.01, predictor=predictor), error_feedback=0.5)]
+    updater = Updater(versions, groups, {}, lambda step: 1.0, True, torch.device("cpu"))
+    expected = None
+    for step in range(4):
+        gradients = {name: torch.randn_like(master) for name, master in versions.masters.items()}
+        steps = []
+        for optimizer, owned in ((plain, twins[0]), (nesterov, twins[1])):
+            before = [p.detach().clone() for p in owned]
+            for parameter, gradient in zip(owned, gradients.values(), strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            steps.append(torch.cat([(a - b.detach()).flatten() for a, b in zip(before, owned, strict=True)]))
+        updater.apply(step, gradients, [1.0], horizon=1)
+        versions.close_next()
+        update = steps[0]
+        if expected is not None:
+            wanted = torch.stack([update @ expected, update @ update, expected @ expected])
+            torch.testing.assert_close(updater.products[0], wanted, rtol=1e-9, atol=0)
+        expected = steps[1] if predictor == "nesterov" else update

@@ -416,7 +416,24 @@ def test_every_predictor_goes_its_own_way(config: Config) -> None:
 def test_adamw_without_look_ahead_is_foretold_by_its_last_update(config: Config) -> None:
     """Whose numerator and denominator are the momentum's own: there is no fresh noise to leave out."""
     cell = Cell(changed(config, optimizer__name="adamw", optimizer__learning_rate=0.003))
-    assert distance(weights_of(replace(cell, predictor="momentum")), weights_of(cell)) < 1e-12
+    assert (
+        distance(weights_of(replace(cell, predictor="momentum")), weights_of(replace(cell, predictor="last"))) < 1e-12
+    )
+
+
+def test_what_a_pipeline_expects_of_adamw_is_its_update_with_nesterovs_term(config: Config) -> None:
+    cell = Cell(changed(config, optimizer__name="adamw", optimizer__learning_rate=0.003))
+    own = weights_of(cell)
+    assert distance(weights_of(replace(cell, predictor="damped", predictor_weight=0.0)), own) < 1e-12
+    assert distance(weights_of(replace(cell, predictor="last")), own) > 1e-6
+
+
+def test_beside_muon_a_pipeline_expects_the_last_update_of_adamw_too_unless_told(config: Config) -> None:
+    own = weights_of(Cell(config))
+    assert distance(weights_of(Cell(config, predictor="last")), own) < 1e-12
+    told = Cell(changed(config, optimizer__adamw_predictor="nesterov"))
+    assert distance(weights_of(told), own) > 1e-6
+    assert distance(weights_of(replace(told, predictor="damped", predictor_weight=0.0)), weights_of(told)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["two_term", "adaptive", "fitted"])
