@@ -83,6 +83,10 @@ def read_study(name: str) -> list[Record]:
     return [record for path in paths for record in read_records(path)]
 
 
+def beyond(optimizer: str) -> list[Record]:
+    return [record for record in read_study("beyond") if record.optimizer == optimizer]
+
+
 def comparison_table(records: Sequence[Record]) -> str:
     """Our gaps beside the paper's, each also as a multiple of Muon's."""
     found = {(row.optimizer, row.mode): row for row in rows(records)}
@@ -149,8 +153,11 @@ def tables() -> dict[str, str]:
     if main_study := read_study("main"):
         found["main table"] = markdown_table(rows(main_study))
         found["comparison table"] = comparison_table(main_study)
-    for name in ("length", "parts", "pipedream", "beyond", "trend"):
+    for name in ("length", "parts", "pipedream", "trend"):
         if records := read_study(name):
+            found[f"{name} table"] = markdown_table(rows(records))
+    for name, optimizer in (("beyond", "muon"), ("adamw", "adamw")):
+        if records := beyond(optimizer):
             found[f"{name} table"] = markdown_table(rows(records))
     if records := read_study("length"):
         found["course table"] = course_table(records)
@@ -167,6 +174,8 @@ def draw(folder: Path) -> None:
         draw_cosines(records, folder / "results_cosine.png")
     if records := read_study("length"):
         draw_axis(records, "train.steps", folder / "results_length.png")
+    if records := [record for record in beyond("adamw") if "optimizer.adamw_nesterov" not in record.setting]:
+        draw_losses(records, folder / "results_adamw.png")
     for ablation in ABLATIONS:
         if records := ablation.records(read_study("ablations")):
             draw_axis(records, ablation.axis, folder / f"results_{ablation.name}.png")

@@ -140,12 +140,12 @@ def trend_table() -> str:
     rows = [
         [
             f"{'Nesterov' if nesterov else 'EMA'}, beta {beta:g}",
-            *(_three_digits(largest_stable_rate(beta, nesterov, 1, 1.0, trend)) for trend in TRENDS),
+            *(_three_digits(largest_stable_rate(beta, nesterov, 1, 1.0, trend)) for trend in (*TRENDS, beta)),
         ]
         for nesterov in (False, True)
         for beta in TREND_BETAS
     ]
-    return _markdown(["k", *(f"{trend:g}" for trend in TRENDS)], rows)
+    return _markdown(["k", *(f"{trend:g}" for trend in TRENDS), "beta"], rows)
 
 
 # ---------------------------------------------------------------- LMO descent on a known problem

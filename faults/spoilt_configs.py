@@ -70,6 +70,7 @@ FITTING: dict[str, list[Any]] = {
     "pipeline.shared_memory": [True, False],
     "optimizer.name": ["muon", "adamw", "torch.optim.SGD", "torch.optim.RMSprop", *RECIPES],
     "optimizer.adamw_nesterov": [False, True],
+    "optimizer.adamw_predictor": ["nesterov", "last"],
     "optimizer.nesterov": [False, True],
     "optimizer.lookahead": [0.0, 1.0, 2.0],
     "optimizer.newton_schulz_dtype": ["float64", "float32", "bfloat16"],

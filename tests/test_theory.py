@@ -103,6 +103,20 @@ def test_a_simulation_with_a_trend_decays_inside_the_limit_and_grows_outside(nes
     assert simulated_growth(1.05 * limit, *setting) > 100
 
 
+@pytest.mark.parametrize("beta", [0.5, 0.9])
+def test_to_expect_nesterovs_update_of_ema_is_to_expect_beta_of_its_trend(beta):
+    """On a quadratic; once there has been an update before."""
+    z, momentum, in_flight, last = 1.0, 0.0, [1.0, 1.0], None
+    for step in range(50):
+        gradient = in_flight.pop(0)
+        momentum = beta * momentum + (1 - beta) * gradient
+        update, with_nesterov = 0.3 * momentum, 0.3 * (beta * momentum + (1 - beta) * gradient)
+        if last is not None:
+            assert with_nesterov == pytest.approx(update + beta * (update - last), abs=1e-12)
+        z, last = z - update, update
+        in_flight.append(z - with_nesterov)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99])
 def test_limits_follow_the_formulas_of_the_page(beta):
     def limit(nesterov: bool, delay: int, lam: float) -> float:
@@ -125,6 +139,13 @@ def test_full_feedback_raises_the_limit_only_above_half():
 
 def test_nesterov_and_feedback_together_keep_a_third_of_the_horizon():
     assert theory.largest_stable_rate(0.999, True, 1, 1.0) * 0.001 == pytest.approx(1 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.95, 0.99])
+def test_expecting_nesterovs_update_of_ema_keeps_half_of_the_horizon_and_no_other_trend_more(beta):
+    limit = theory.largest_stable_rate(beta, False, 1, 1.0, beta)
+    assert limit * (1 - beta) == pytest.approx(1 / 2, rel=1e-3)
+    assert max(theory.largest_stable_rate(beta, False, 1, 1.0, 0.05 * i) for i in range(41)) < 1.002 * limit
 
 
 def test_a_limit_outside_the_scan_is_an_error():

@@ -9,6 +9,8 @@ That is the same as predicting one step ahead of the undelayed iterate z, which 
 
     z[t+1] = z[t] - u[t]              u[t] built from the gradient at x[t]
     x[t+2] = z[t+1] - lam u[t]        written into the weight version that x[t] leaves free
+
+An optimizer of ours may expect another update than the last one, and then writes x itself (`PredictingOptimizer`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def update_products(
     current_scale: float = 1.0,
     previous_scale: float = 1.0,
 ) -> Tensor:
-    """<u,u'>, <u,u> and <u',u'> of consecutive updates u = u[t] and u' = u[t-1]: 3 float64 on the device.
+    """<u,u'>, <u,u> and <u',u'> of an update u and another u', as a rule the one before: 3 float64 on the device.
 
     For every parameter `current` and `previous` yield (before, after); its update is scale (before - after).
     The scale lets u' be read off a predicted copy (x - z = -lam u'). Products of several stages add up;
@@ -67,12 +69,12 @@ def _difference(before: Tensor, after: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How well one update foretells the next: error feedback pays off while the cosine is above 1/2."""
+    """How well an update was foretold, by w[t-1]: what was expected of it, or u[t-1] where nothing was."""
 
     cosine: float
-    """Between u[t] and u[t-1]."""
+    """Between u[t] and w[t-1]. Where that is u[t-1], error feedback pays off while it is above 1/2."""
     best_coefficient: float
-    """The lam that would have predicted u[t] from u[t-1] best: <u[t], u[t-1]> / |u[t-1]|^2."""
+    """The lam that would have predicted u[t] best: <u[t], w[t-1]> / |w[t-1]|^2."""
 
     @classmethod
     def from_products(cls, products: Sequence[float]) -> Alignment:

@@ -167,15 +167,19 @@ def _adamw_step(
     v = tl.load(v_ptr + offsets, mask=inside).to(tl.float32)
     m += share1 * (g - m)
     v = beta2 * v + share2 * g * g
-    further = m + share1 * (g - m)
+    numerator = m
+    if NESTEROV:
+        numerator += share1 * (g - m)
     denominator = tl.sqrt(v) / root_correction + eps
-    u = rate * (further if NESTEROV else m) / denominator
+    u = rate * numerator / denominator
     p = decay * p - u
     tl.store(p_ptr + offsets, p, mask=inside)
     tl.store(m_ptr + offsets, m, mask=inside)
     tl.store(v_ptr + offsets, v, mask=inside)
     if HAS_AHEAD:
-        expected = rate * further / denominator if EXPECTS_NESTEROV else u
+        expected = u
+        if EXPECTS_NESTEROV:
+            expected = rate * (m + share1 * (g - m)) / denominator
         tl.store(ahead_ptr + offsets, p - coefficient * expected, mask=inside)
 
 

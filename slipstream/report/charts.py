@@ -26,7 +26,12 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
             loss,
             _chart("Learning rate", "", _group_lines(runs, "learning_rates"), NONE, zero=True),
             _chart("Gradient norm before clipping", "", _group_lines(runs, "gradient_norms"), NONE, zero=True),
-            _chart("Cosine of consecutive updates", "", _group_lines(runs, "update_cosines"), NO_ALIGNMENT),
+            _chart(
+                "Cosine of an update and what was expected of it",
+                "",
+                _group_lines(runs, "update_cosines"),
+                NO_ALIGNMENT,
+            ),
             _chart(
                 "Error feedback that would have fitted best",
                 "coefficient",

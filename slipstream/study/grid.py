@@ -174,9 +174,8 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
         raise ConfigError(
             f"pipeline.schedule = {config.pipeline.schedule!r} would delay mode = 'sync': leave it to the mode"
         )
-    ignored = {"optimizer.name", "train.seed", *(ONLY_UNDER_DELAY if cell.is_synchronous else ())}
-    # How it is measured is no part of what is measured.
-    setting = {n: v for n, v in axes.items() if n not in ignored and not n.startswith("evaluation.")}
+    ignored = ONLY_UNDER_DELAY if cell.is_synchronous else set()
+    setting = {n: v for n, v in axes.items() if n not in ("optimizer.name", "train.seed") and n not in ignored}
     return Cell(**{**vars(cell), "setting": setting})
 
 

@@ -68,7 +68,7 @@ def test_curves_have_their_groups_and_gaps(write_run: WriteRun) -> None:
     loss = chart_of(data, "training", "Loss")
     assert [line["name"] for line in loss["series"]] == ["training", "held out"]
     assert loss["series"][1]["x"] == [10, 20, 30, 40]
-    cosine = chart_of(data, "training", "Cosine of consecutive updates")
+    cosine = chart_of(data, "training", "Cosine of an update and what was expected of it")
     assert cosine["series"][0]["y"][:3] == [None, None, 0.8]
     assert chart_of(data, "training", "Error feedback that would have fitted best")["series"] == []
     waiting = chart_of(data, "pipeline", "Waiting, share of each step's time")["series"]
