@@ -176,7 +176,8 @@ class TrainSection:
     non_finite: Literal["raise", "skip"] = "raise"
     """An inf or nan in loss or gradient stops the run, or costs one update, on all stages alike."""
     track_alignment: bool = True
-    """Log the cosine of each update and what was expected of it; without error feedback that keeps one more copy of the weights."""
+    """Log the cosine of each update and what was expected of it; without error feedback that keeps one more copy of the
+    weights."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at a time: head and loss go over a microbatch in chunks of so many; 0: all at once."""
     recompute_every: int = 0

@@ -107,7 +107,7 @@ def test_a_simulation_with_a_trend_decays_inside_the_limit_and_grows_outside(nes
 def test_to_expect_nesterovs_update_of_ema_is_to_expect_beta_of_its_trend(beta):
     """On a quadratic; once there has been an update before."""
     z, momentum, in_flight, last = 1.0, 0.0, [1.0, 1.0], None
-    for step in range(50):
+    for _ in range(50):
         gradient = in_flight.pop(0)
         momentum = beta * momentum + (1 - beta) * gradient
         update, with_nesterov = 0.3 * momentum, 0.3 * (beta * momentum + (1 - beta) * gradient)
