@@ -1,8 +1,15 @@
-"""Tables of a page that a script writes, between a marker and the next `<!-- end -->`."""
+"""What scripts put on a page: tables, between a marker and the next `<!-- end -->`, and the look of figures."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+# As in benchmarks/draw_convergence.py.
+COLOURS = {"sync": "#333333", "delay": "#c8553d", "delay + EF": "#4878a8"}
+MARKERS = {"sync": "o", "delay": "s", "delay + EF": "x"}
+# With a fixed salt and no date a figure is the same file every time.
+SVG_SALT = "slipstream"
 
 
 def with_table(page: str, name: str, script: str, table: str) -> str:
@@ -13,3 +20,12 @@ def with_table(page: str, name: str, script: str, table: str) -> str:
     if count != 1:
         raise ValueError(f"the page has {count} places for the {name}, not one")
     return page
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def three_digits(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")

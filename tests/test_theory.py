@@ -3,15 +3,18 @@
 import math
 from pathlib import Path
 
+import lmo
 import numpy as np
 import pytest
+import stability
 import theory
 from page import with_table
+from stability import VARIANTS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# By beta, in the order of theory.VARIANTS, as strings: the last digit printed is the tolerance. Worked out before this
-# script existed, by another program.
+# By beta, in the order of stability.VARIANTS, as strings: the last digit printed is the tolerance. Worked out before
+# these scripts existed, by another program.
 PUBLISHED = {
     0.0: ("2", "1.00", "0.62", "2", "1.00", "0.83", "0.62"),
     0.9: ("38", "1.00", "2.70", "13.6", "2.53", "3.86", "3.45"),
@@ -26,8 +29,8 @@ def rounding(printed: str) -> float:
 
 @pytest.mark.parametrize("beta", PUBLISHED)
 def test_limits_agree_with_the_published_table(beta):
-    for variant, printed in zip(theory.VARIANTS, PUBLISHED[beta], strict=True):
-        limit = theory.largest_stable_rate(beta, variant.nesterov, variant.delay, variant.lam)
+    for variant, printed in zip(VARIANTS, PUBLISHED[beta], strict=True):
+        limit = stability.largest_stable_rate(beta, variant.nesterov, variant.delay, variant.lam)
         assert limit == pytest.approx(float(printed), abs=rounding(printed) * (1 + 1e-6)), variant.label
 
 
@@ -54,15 +57,15 @@ def first_root_on_the_circle(beta: float, nesterov: bool, delay: int, lam: float
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_limit_is_the_first_root_on_the_circle(nesterov, lam, delay):
     for beta in (0.0, 0.5, 0.95):
-        limit = theory.largest_stable_rate(beta, nesterov, delay, lam)
+        limit = stability.largest_stable_rate(beta, nesterov, delay, lam)
         assert limit == pytest.approx(first_root_on_the_circle(beta, nesterov, delay, lam), rel=1e-6)
 
 
-@pytest.mark.parametrize("trend", theory.TRENDS)
+@pytest.mark.parametrize("trend", stability.TRENDS)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_limit_with_a_trend_is_the_first_root_on_the_circle(nesterov, trend):
-    for beta in (0.5, *theory.TREND_BETAS):
-        limit = theory.largest_stable_rate(beta, nesterov, 1, 1.0, trend)
+    for beta in (0.5, *stability.TREND_BETAS):
+        limit = stability.largest_stable_rate(beta, nesterov, 1, 1.0, trend)
         assert limit == pytest.approx(first_root_on_the_circle(beta, nesterov, 1, 1.0, trend), rel=1e-6)
 
 
@@ -86,10 +89,12 @@ def simulated_growth(
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.9, 0.95])
-@pytest.mark.parametrize("variant", [*theory.VARIANTS, theory.Variant("four steps, lam 1", True, 4, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "variant", [*stability.VARIANTS, stability.Variant("four steps, lam 1", True, 4, 1.0)], ids=str
+)
 def test_a_simulation_decays_inside_the_limit_and_grows_outside(variant, beta):
     setting = (beta, variant.nesterov, variant.delay, variant.lam)
-    limit = theory.largest_stable_rate(*setting)
+    limit = stability.largest_stable_rate(*setting)
     assert simulated_growth(0.95 * limit, *setting) < 0.01
     assert simulated_growth(1.05 * limit, *setting) > 100
 
@@ -98,7 +103,7 @@ def test_a_simulation_decays_inside_the_limit_and_grows_outside(variant, beta):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_simulation_with_a_trend_decays_inside_the_limit_and_grows_outside(nesterov, trend):
     setting = (0.9, nesterov, 1, 1.0, trend)
-    limit = theory.largest_stable_rate(*setting)
+    limit = stability.largest_stable_rate(*setting)
     assert simulated_growth(0.95 * limit, *setting) < 0.01
     assert simulated_growth(1.05 * limit, *setting) > 100
 
@@ -120,7 +125,7 @@ def test_to_expect_nesterovs_update_of_ema_is_to_expect_beta_of_its_trend(beta):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99])
 def test_limits_follow_the_formulas_of_the_page(beta):
     def limit(nesterov: bool, delay: int, lam: float) -> float:
-        return theory.largest_stable_rate(beta, nesterov, delay, lam)
+        return stability.largest_stable_rate(beta, nesterov, delay, lam)
 
     assert limit(False, 0, 0.0) == pytest.approx(2 * (1 + beta) / (1 - beta))
     assert limit(False, 1, 0.0) == pytest.approx(1.0)
@@ -132,31 +137,31 @@ def test_limits_follow_the_formulas_of_the_page(beta):
 
 
 def test_full_feedback_raises_the_limit_only_above_half():
-    assert theory.largest_stable_rate(0.45, False, 1, 1.0) < 1
-    assert theory.largest_stable_rate(0.5, False, 1, 1.0) == pytest.approx(1.0)
-    assert theory.largest_stable_rate(0.55, False, 1, 1.0) > 1
+    assert stability.largest_stable_rate(0.45, False, 1, 1.0) < 1
+    assert stability.largest_stable_rate(0.5, False, 1, 1.0) == pytest.approx(1.0)
+    assert stability.largest_stable_rate(0.55, False, 1, 1.0) > 1
 
 
 def test_nesterov_and_feedback_together_keep_a_third_of_the_horizon():
-    assert theory.largest_stable_rate(0.999, True, 1, 1.0) * 0.001 == pytest.approx(1 / 3, rel=0.01)
+    assert stability.largest_stable_rate(0.999, True, 1, 1.0) * 0.001 == pytest.approx(1 / 3, rel=0.01)
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.95, 0.99])
 def test_expecting_nesterovs_update_of_ema_keeps_half_of_the_horizon_and_no_other_trend_more(beta):
-    limit = theory.largest_stable_rate(beta, False, 1, 1.0, beta)
+    limit = stability.largest_stable_rate(beta, False, 1, 1.0, beta)
     assert limit * (1 - beta) == pytest.approx(1 / 2, rel=1e-3)
-    assert max(theory.largest_stable_rate(beta, False, 1, 1.0, 0.05 * i) for i in range(41)) < 1.002 * limit
+    assert max(stability.largest_stable_rate(beta, False, 1, 1.0, 0.05 * i) for i in range(41)) < 1.002 * limit
 
 
 def test_a_limit_outside_the_scan_is_an_error():
     with pytest.raises(ValueError, match="not between"):
-        theory.largest_stable_rate(0.9999, False, 0, 0.0)
+        stability.largest_stable_rate(0.9999, False, 0, 0.0)
 
 
 # ---------------------------------------------------------------- LMO descent
 
 
-@pytest.fixture(scope="module", params=[theory.sign_problem, theory.spectral_problem], ids=["sign", "spectral"])
+@pytest.fixture(scope="module", params=[lmo.sign_problem, lmo.spectral_problem], ids=["sign", "spectral"])
 def problem(request):
     return request.param(4)
 
@@ -175,9 +180,9 @@ def test_smoothness_is_the_largest_curvature_that_a_step_can_meet(problem):
 
 
 def test_delayed_runs_converge_at_the_synchronous_rate(problem):
-    rows = theory.rate_study(problem, betas=(0.8, 0.9, 0.95))
+    rows = lmo.rate_study(problem, betas=(0.8, 0.9, 0.95))
     steps = [row.steps for row in rows]
-    slopes = [theory.log_slope(steps, [row.gradient_norm[method] for row in rows]) for method in range(3)]
+    slopes = [lmo.log_slope(steps, [row.gradient_norm[method] for row in rows]) for method in range(3)]
     assert all(-0.35 < slope < -0.15 for slope in slopes)
     assert max(slopes) - min(slopes) < 0.02
     assert rows[-1].excess[0] < rows[0].excess[0]
@@ -187,8 +192,8 @@ def test_delayed_runs_converge_at_the_synchronous_rate(problem):
 
 def test_at_the_best_rate_the_delay_costs_less_with_momentum(problem):
     betas = (0.0, 0.95)
-    rates = [theory.best_rate(problem, beta, 300) for beta in betas]
-    norms, _ = theory.descend(problem, betas, rates, 300, theory.NOISE)
+    rates = [lmo.best_rate(problem, beta, 300) for beta in betas]
+    norms, _ = lmo.descend(problem, betas, rates, 300, lmo.NOISE)
     sync, delay, feedback = norms.mean(axis=2).T
     excess = delay / sync - 1
     assert 0 < excess[1] < excess[0] / 2
@@ -196,7 +201,7 @@ def test_at_the_best_rate_the_delay_costs_less_with_momentum(problem):
 
 
 def test_at_a_fixed_rate_the_delay_costs_more_with_momentum_and_feedback_takes_most_of_it_back(problem):
-    norms, _ = theory.descend(problem, (0.0, 0.95), (0.01, 0.01), 300, theory.NOISE)
+    norms, _ = lmo.descend(problem, (0.0, 0.95), (0.01, 0.01), 300, lmo.NOISE)
     sync, delay, feedback = norms.mean(axis=2).T
     excess = delay / sync - 1
     assert excess[1] > 2 * excess[0] > 0
@@ -204,16 +209,16 @@ def test_at_a_fixed_rate_the_delay_costs_more_with_momentum_and_feedback_takes_m
 
 
 def test_a_delayed_run_without_noise_ends_at_a_loss_proportional_to_the_horizon():
-    problem = theory.sign_problem(4)
-    _, losses = theory.descend(problem, (0.9, 0.99), (0.01, 0.01), 1000, 0.0)
+    problem = lmo.sign_problem(4)
+    _, losses = lmo.descend(problem, (0.9, 0.99), (0.01, 0.01), 1000, 0.0)
     sync, delay, _ = losses.mean(axis=2).T
     assert delay[1] / delay[0] == pytest.approx(10, rel=0.2)
     assert np.all(delay > 10 * sync)
 
 
 def test_feedback_without_momentum_or_noise_ends_worse_than_plain_delay():
-    problem = theory.sign_problem(8)
-    _, losses = theory.descend(problem, (0.0,), (0.01,), 1000, 0.0)
+    problem = lmo.sign_problem(8)
+    _, losses = lmo.descend(problem, (0.0,), (0.01,), 1000, 0.0)
     sync, delay, feedback = losses.mean(axis=2)[0]
     assert sync < delay < feedback
 
@@ -223,7 +228,7 @@ def test_feedback_without_momentum_or_noise_ends_worse_than_plain_delay():
 
 @pytest.fixture(scope="module")
 def rows():
-    return theory.read_rows(theory.DOCS / "theory.json")
+    return lmo.read_rows(theory.DOCS / "theory.json")
 
 
 def test_the_page_holds_the_tables_that_the_script_computes(rows):
@@ -238,8 +243,8 @@ def test_a_page_without_a_place_for_the_table_is_an_error():
 
 
 def test_the_log_holds_what_the_script_measures(rows):
-    problem = theory.sign_problem(theory.SEEDS)
-    again = theory.rate_study(problem, betas=theory.RATE_BETAS[:2])
+    problem = lmo.sign_problem(lmo.SEEDS)
+    again = lmo.rate_study(problem, betas=lmo.RATE_BETAS[:2])
     logged = [row for row in rows if row.study == "rate" and row.problem == "sign"][:2]
     for new, old in zip(again, logged, strict=True):
         assert (new.beta, new.steps, new.rate, new.bound) == (old.beta, old.steps, old.rate, old.bound)
@@ -258,6 +263,6 @@ def test_every_logged_run_stays_below_its_bound(rows):
 
 def test_a_figure_is_drawn_from_the_log_and_carries_no_date(rows, tmp_path):
     pytest.importorskip("matplotlib")
-    theory.draw_lmo(rows, tmp_path / "figure.svg")
+    lmo.draw_lmo(rows, tmp_path / "figure.svg")
     figure = (tmp_path / "figure.svg").read_text(encoding="utf-8")
     assert figure.rstrip().endswith("</svg>") and "<dc:date>" not in figure

@@ -317,8 +317,7 @@ class AdamW(PredictingOptimizer):
         for p, g, m, v, *x in _chunks(tensors):
             _move(p, adamw_update(g, m, v, **settings), x[0] if x and not is_ahead else None, decay, coefficient)
             if x and is_ahead:
-                expected = adamw_step_from(g, m, v, **settings | {"nesterov": True})
-                torch.sub(p, expected, alpha=coefficient, out=x[0])
+                torch.sub(p, adamw_step_from(g, m, v, **settings | {"nesterov": True}), alpha=coefficient, out=x[0])
 
 
 @final

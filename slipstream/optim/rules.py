@@ -251,7 +251,9 @@ def adamw_step_from(
     # sqrt(v / (1 - beta2^t)) + eps
     denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
     # u = lr numerator / (1 - beta1^t) / denominator
-    return numerator.mul(lr / (1 - beta1**step)).div_(denominator)
+    rate = lr / (1 - beta1**step)
+    update = numerator.mul_(rate) if nesterov else numerator.mul(rate)
+    return update.div_(denominator)
 
 
 def sign_update(gradient: Tensor, *, lr: float) -> Tensor:
