@@ -194,6 +194,11 @@ def _optimizer_groups(config: Config) -> list[Group]:
     return [Group("all", partial(cls, **arguments), **shared)]
 
 
+def leaves_rest_to_adamw(section: OptimizerSection) -> bool:
+    """Whether the optimizer takes matrices alone."""
+    return section.name == "muon" or (section.name in RECIPES and RECIPES[section.name].matrices_only)
+
+
 def adamw_predictor(section: OptimizerSection) -> str:
     return section.adamw_predictor or ("nesterov" if section.name == "adamw" else "last")
 
@@ -203,7 +208,7 @@ def peak_rates(config: Config) -> dict[str, float]:
     section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
     rate = section.learning_rate
     balance = {"balance": _balance_rate(section)} if has_experts(config) else {}
-    if section.name == "muon" or (recipe and recipe.matrices_only):
+    if leaves_rest_to_adamw(section):
         return balance | {"matrices": rate, "rest": section.adamw_learning_rate}
     return balance | ({"matrices": rate, "rest": rate} if recipe else {"all": rate})
 

@@ -129,7 +129,7 @@ def reference_run(
 
 def _expected(optimizer: torch.optim.Optimizer, master: nn.Parameter) -> Tensor | None:
     """What comes next, if it is not the same update again: AdamW's, with Nesterov's term."""
-    (group,) = optimizer.param_groups
+    group = next(group for group in optimizer.param_groups if any(p is master for p in group["params"]))
     if not isinstance(optimizer, AdamW) or group["predictor"] == "last":
         return None
     state, gradient = optimizer.state[master], master.grad

@@ -12,7 +12,7 @@ A step never waits for the device. On a GPU small matrices share their kernels, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -58,17 +58,16 @@ class PredictingOptimizer(Optimizer):
     _ahead: tuple[Mapping[Tensor, Tensor], float] | None = None
 
     @torch.no_grad()
-    def step_ahead(self, working: Sequence[Tensor], coefficient: float) -> None:
-        """A step that leaves z - coefficient w in `working`, which has the order and shapes of all parameters; w is the
-        update expected next. Where that is u again, it is what `correction.predict` makes of copies taken before,
-        without the copies. Decay is not extrapolated."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._ahead = dict(zip(parameters, working, strict=True)), coefficient
+    def step_ahead(self, working: Mapping[Tensor, Tensor], coefficient: float) -> None:
+        """A step that leaves z - coefficient w in `working`, which has a copy of every parameter; w is the update
+        expected next. Where that is u again, it is what `correction.predict` makes of copies taken before, without the
+        copies. Decay is not extrapolated."""
+        self._ahead = working, coefficient
         try:
             self.step()
         finally:
             self._ahead = None
-        for parameter, copy in zip(parameters, working, strict=True):
+        for parameter, copy in working.items():
             if parameter.grad is None:
                 copy.copy_(parameter)
 

@@ -164,7 +164,7 @@ class Updater:
         """With working copies in the masters' dtype. Returns the products of this update and the one before."""
         predicts = self._versions.separate_masters and coefficient != 0
         if predicts and not self._track_alignment and isinstance(part.optimizer, PredictingOptimizer):
-            part.optimizer.step_ahead(working, coefficient)
+            part.optimizer.step_ahead(dict(zip(part.masters, working, strict=True)), coefficient)
             return torch.zeros_like(self.products[part.index])
         if predicts:
             for copy, master in zip(working, part.masters, strict=True):
@@ -190,7 +190,7 @@ class Updater:
             if self._track_alignment
         }
         if coefficient != 0 and isinstance(part.optimizer, PredictingOptimizer):
-            part.optimizer.step_ahead(working, coefficient)
+            part.optimizer.step_ahead(dict(zip(part.masters, working, strict=True)), coefficient)
             return self._sampled_products(part, samples, predicts=True)
         ahead: Sequence[Tensor] = part.masters if coefficient == 0 else [master.clone() for master in part.masters]
         with torch.enable_grad():
@@ -233,21 +233,23 @@ class Updater:
     def _sampled_products(self, part: Part, samples: Mapping[str, Tensor], predicts: bool) -> Tensor:
         """The same from a sample of every parameter, which a coarse working copy does not spare us keeping."""
         total = torch.zeros_like(self.products[part.index])
+        expected_of = _expectation(part)
         for name, before in samples.items():
             master = self._versions.masters[name]
             update = before - sample(master)
             if name in self._last_samples:
                 u, v = update.double(), self._last_samples[name].double()
                 total += torch.stack([u.dot(v), u.dot(u), v.dot(v)]) * (master.numel() / update.numel())
-            expected = _expected(part, master, sample) if predicts else None
+            expected = expected_of(master, sample) if predicts else None
             self._last_samples[name] = update if expected is None else expected
         return total
 
 
 def _predict(part: Part, working: list[Tensor], coefficient: float) -> None:
     """Turns z[t], held by the working copies, into x."""
+    expected_of = _expectation(part)
     for copy, master in zip(working, part.masters, strict=True):
-        expected = _expected(part, master)
+        expected = expected_of(master, whole)
         if expected is None:
             predict([copy], [master], coefficient)
         else:
@@ -255,10 +257,13 @@ def _predict(part: Part, working: list[Tensor], coefficient: float) -> None:
         del expected  # before there is another
 
 
-def _expected(part: Part, master: Tensor, view: View = whole) -> Tensor | None:
-    if not isinstance(part.optimizer, PredictingOptimizer):
-        return None
-    return part.optimizer.expected(master, part.optimizer.param_groups[0], view)
+def _expectation(part: Part) -> Callable[[Tensor, View], Tensor | None]:
+    """By master, the update expected next, or a part of it; None: the one just made."""
+    optimizer = part.optimizer
+    if not isinstance(optimizer, PredictingOptimizer):
+        return lambda master, view: None
+    group_of = {master: group for group in optimizer.param_groups for master in group["params"]}
+    return lambda master, view: optimizer.expected(master, group_of[master], view)
 
 
 def sample(parameter: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import Config, ConfigError, OptimizerSection, schedule_of
-from ..optim.recipes import RECIPES
-from ..parts import adamw_predictor
+from ..parts import adamw_predictor, leaves_rest_to_adamw
 from .predictors import LOOK_INSIDE, PREDICTORS, WEIGHTED
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
@@ -153,7 +152,7 @@ class Cell:
 
 def _predictor(section: OptimizerSection) -> str:
     """What a pipeline expects of the next update."""
-    has_adamw = section.name in ("muon", "adamw") or (section.name in RECIPES and RECIPES[section.name].matrices_only)
+    has_adamw = section.name == "adamw" or leaves_rest_to_adamw(section)
     return adamw_predictor(section) if has_adamw and not section.adamw_nesterov else "last"
 
 

@@ -172,7 +172,7 @@ LOOK_INSIDE = ("momentum", "damped")
 
 
 def pipeline_predictor(optimizer: Optimizer) -> Predictor:
-    has_own = isinstance(optimizer, AdamW) and expects_nesterov(optimizer.param_groups[0])
+    has_own = isinstance(optimizer, AdamW) and any(map(expects_nesterov, optimizer.param_groups))
     return Own() if has_own else Last()
 
 

@@ -205,7 +205,7 @@ def steps_of(make: Callable[[list[nn.Parameter]], AdamW | Muon]) -> tuple[list[T
     working = [torch.full_like(parameter, float("nan")) for parameter in held]
     for _ in range(2):
         optimizer.step()
-    optimizer.step_ahead(working, 0.5)
+    optimizer.step_ahead(dict(zip(held, working, strict=True)), 0.5)
     pairs = zip(held, parameters(), strict=True)
     return [(after - before).detach() for after, before in pairs], working
 
@@ -240,7 +240,7 @@ def test_a_step_does_not_wait_for_the_device(
 ) -> None:
     held = parameters()
     optimizer = make(held)
-    working = [torch.empty_like(parameter) for parameter in held]
+    working = {parameter: torch.empty_like(parameter) for parameter in held}
     optimizer.step_ahead(working, 1.0)  # everything lazy has happened
     torch.cuda.set_sync_debug_mode("error")
     optimizer.step_ahead(working, 1.0)
@@ -256,6 +256,6 @@ def test_autograd_hears_of_weights_that_a_kernel_wrote(make: Callable[[list[nn.P
         optimizer = make(held)
         # The large ones: small matrices are written by torch, which tells autograd itself.
         loss = torch.stack([parameter.square().sum() for parameter in written[:3]]).sum()
-        optimizer.step_ahead(working, 1.0)
+        optimizer.step_ahead(dict(zip(held, working, strict=True)), 1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()

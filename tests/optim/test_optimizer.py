@@ -319,7 +319,7 @@ def test_a_step_ahead_is_the_step_and_the_prediction(name: str) -> None:
         predicted = [parameter.detach().clone() for parameter in plain]
         one.step()
         predict(predicted, plain, 0.5)
-        other.step_ahead(working, 0.5)
+        other.step_ahead(dict(zip(ahead, working, strict=True)), 0.5)
         assert_same_bits(plain, ahead)
         for copied, expected in zip(working, predicted, strict=True):
             torch.testing.assert_close(copied.detach(), expected, rtol=0, atol=1e-14)
@@ -340,7 +340,7 @@ def test_adamw_expects_the_step_that_it_would_have_made_with_nesterovs_term(beta
                 parameter.grad = gradient if (i, step) != (1, 2) else None
         before = [parameter.detach().clone() for parameter in twins]
         twin.step()
-        optimizer.step_ahead(working, 0.5)
+        optimizer.step_ahead(dict(zip(held, working, strict=True)), 0.5)
         (group,) = optimizer.param_groups
         for parameter, copied, old, new in zip(held, working, before, twins, strict=True):
             update = old - new.detach()
@@ -365,7 +365,7 @@ def test_what_adamw_cannot_expect_is_refused() -> None:
 def test_a_step_ahead_does_not_extrapolate_decay() -> None:
     parameter, working = nn.Parameter(torch.tensor([1.0])), torch.zeros(1)
     parameter.grad = torch.tensor([1.0])
-    SignDescent([parameter], lr=0.25, weight_decay=2.0).step_ahead([working], 1.0)
+    SignDescent([parameter], lr=0.25, weight_decay=2.0).step_ahead({parameter: working}, 1.0)
     assert (parameter.item(), working.item()) == (0.5 - 0.25, 0.5 - 0.25 - 0.25)
 
 

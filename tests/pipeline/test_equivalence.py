@@ -333,6 +333,21 @@ def test_the_logged_cosine_is_that_of_consecutive_updates():
         assert alignment.best_coefficient == pytest.approx(float(new @ old / (old @ old)), rel=1e-9)
 
 
+@pytest.mark.parametrize("track_alignment", [True, False])
+def test_adamw_may_have_several_param_groups(track_alignment):
+    """In an order of their own, and each with its own averages, for the step and for what is expected next."""
+
+    def make(parameters):
+        return AdamW([{"params": parameters[::2], "beta1": 0.5}, {"params": parameters[1::2], "beta2": 0.8}], lr=0.01)
+
+    task = network()
+    groups = [Group("all", make, error_feedback=1.0)]
+    shared = {"num_microbatches": 2, "num_steps": NUM_STEPS}
+    outcome = run_pipeline(task, 2, groups, track_alignment=track_alignment, **shared)
+    expected, _ = run_reference(task, groups, delays=[1], **shared)
+    assert largest_difference(outcome.weights, expected) < 1e-12
+
+
 def test_a_pipeline_that_ignores_the_delay_would_be_caught():
     """The tolerance means something: the synchronous trajectory lies far outside of it."""
     task = language_model(tied=True)
