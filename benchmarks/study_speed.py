@@ -2,10 +2,10 @@
 
     python benchmarks/study_speed.py TEXT.bin
 
-TEXT.bin: bytes, 40 MB or more. 25M parameters, 32,768 bytes a step. Each line is one way to do the same step, slowest
-first; "one by one" orthogonalises every matrix in kernels of its own. The share is the device's time from the end of
-the backward to the next weights, over the second half of the steps; the step is timed over the same half, by a host
-clock between two synchronisations. Results: benchmarks/study_speed_h200_DATE.md.
+TEXT.bin: bytes, 40 MB or more. 25M parameters, 32,768 bytes a step, and a quarter of that where it says so. Each line
+is one way to do the same step, slowest first; "one by one" orthogonalises every matrix in kernels of its own. The share
+is the device's time from the end of the backward to the next weights, over the second half of the steps; the step is
+timed over the same half, by a host clock between two synchronisations. Results: benchmarks/study_speed_h200_DATE.md.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ WAYS = (
     ("bf16, CUDA graphs, one by one", "muon", False, "bfloat16", "reduce-overhead", "bfloat16"),
     ("bf16, CUDA graphs", "muon", True, "bfloat16", "reduce-overhead", "bfloat16"),
     ("bf16, CUDA graphs", "adamw", True, "bfloat16", "reduce-overhead", "bfloat16"),
+    ("bf16, CUDA graphs, 8,192 bytes", "muon", True, "bfloat16", "reduce-overhead", "bfloat16"),
     *(
         ("bf16, CUDA graphs", name, True, "bfloat16", "reduce-overhead", "bfloat16")
         for name in ("normuon", "soap", "scion", "adan", "lion", "mars", "nadamw")
@@ -45,15 +46,17 @@ WAYS = (
 
 
 def measure(
-    base: Config, name: str, stacked: bool, dtype: str | None, mode: str | None, newton_schulz: str
+    base: Config, name: str, is_stacked: bool, dtype: str | None, mode: str | None, newton_schulz: str
 ) -> tuple[float, float]:
     """Milliseconds a step, and the optimizer's share."""
     section = replace(base.optimizer, name=name, learning_rate=0.001, newton_schulz_dtype=newton_schulz)
     config = replace(base, optimizer=section)
+    parts = check(config)
+    parts = replace(parts, groups=[replace(group, stacks=group.stacks and is_stacked) for group in parts.groups])
     whole = optimizers.STACK_ELEMENTS
-    optimizers.STACK_ELEMENTS = whole if stacked else 1
+    optimizers.STACK_ELEMENTS = whole if is_stacked else 1
     try:
-        run = DelayedRun(Cell(config, compute_dtype=dtype, compile_mode=mode), check(config), torch.device("cuda"))
+        run = DelayedRun(Cell(config, compute_dtype=dtype, compile_mode=mode), parts, torch.device("cuda"))
         started = 0.0
         for done in run.train():
             if done == STEPS // 2:
@@ -70,16 +73,18 @@ def main() -> None:
         model=ModelSection(preset="small"),
         data=DataConfig(sources=(sys.argv[1],), token_dtype="uint8"),
         pipeline=PipelineSection(stages=1, microbatches=1, transport="thread"),
-        train=TrainSection(steps=STEPS, microbatch_size=64, device="cuda"),
+        train=TrainSection(steps=STEPS, device="cuda"),
         evaluation=EvaluationSection(batches=0),
     )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROUNDS} rounds: median (lowest - highest)\n")
     print("| optimizer | way | ms a step | bytes a second | optimizer's share |\n|---|---|---:|---:|---:|", flush=True)
     for way, name, *rest in WAYS:
-        found = sorted(measure(base, name, *rest) for _ in range(ROUNDS))
+        size = 16 if way.endswith("8,192 bytes") else 64
+        config = replace(base, train=replace(base.train, microbatch_size=size))
+        found = sorted(measure(config, name, *rest) for _ in range(ROUNDS))
         milliseconds, share = found[len(found) // 2]
         spread = f"{found[0][0]:.1f} - {found[-1][0]:.1f}"
-        rate = 64 * 512 / milliseconds * 1e3
+        rate = size * 512 / milliseconds * 1e3
         print(f"| {name} | {way} | {milliseconds:.1f} ({spread}) | {rate:,.0f} | {share:.0%} |", flush=True)
 
 

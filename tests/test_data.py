@@ -127,6 +127,14 @@ def test_a_huge_corpus_needs_no_table() -> None:
     assert len(set(windows)) == 100 and max(windows) < 10**12 + 39
 
 
+@pytest.mark.parametrize(("num_windows", "microbatch_size"), [(1, 3), (7, 3), (5000, 3), (5000, 2500), (1024, 1024)])
+def test_a_microbatch_reads_the_windows_of_its_samples(num_windows: int, microbatch_size: int) -> None:
+    batches = Batches(counting(2 * num_windows + 1), 2, microbatch_size, 2, seed=3)
+    read = [window for step in range(200) for m in range(2) for window in batches.windows(step, m)]
+    samples = range(200 * 2 * microbatch_size)
+    assert read[-400:] == shuffled(samples[-400:], num_windows, 3).tolist()
+
+
 def test_microbatches_of_an_epoch_are_disjoint_and_leave_nothing_out() -> None:
     batches = Batches(counting(16 * 3 * 10 + 1), 10, 2, 12)  # 48 windows: 2 steps of 12 microbatches x 2 rows
     seen = Counter(w for step in range(2) for m in range(12) for w in batches.windows(step, m))

@@ -19,6 +19,9 @@ from torch import Tensor
 from ..model import IGNORE
 from .tokens import DataError, Tokens
 
+BLOCK = 1024
+"""Samples whose windows are looked up together: a few cost almost as much as all of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batches:
@@ -61,8 +64,11 @@ class Batches:
         if step < 0 or not 0 <= microbatch < self.num_microbatches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
         first = (step * self.num_microbatches + microbatch) * self.microbatch_size
-        samples = range(first, first + self.microbatch_size)
-        return shuffled(samples, self.num_windows, self.seed).tolist()
+        size = min(BLOCK, self.num_windows)
+        blocks = range(first // size, (first + self.microbatch_size - 1) // size + 1)
+        order = np.concatenate([_shuffled_block(block, size, self.num_windows, self.seed) for block in blocks])
+        start = first - blocks[0] * size
+        return order[start : start + self.microbatch_size].tolist()
 
     def __call__(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 of shape (microbatch_size, sequence_length)."""
@@ -110,6 +116,11 @@ def validation_batches(
         _check_positive(max_batches=max_batches)
         num_batches = min(num_batches, max_batches)
     return ValidationBatches(tokens, sequence_length, microbatch_size, num_batches)
+
+
+@lru_cache(maxsize=16)
+def _shuffled_block(block: int, size: int, num_windows: int, seed: int) -> np.ndarray:
+    return shuffled(range(block * size, (block + 1) * size), num_windows, seed)
 
 
 def shuffled(samples: Sequence[int], num_windows: int, seed: int) -> np.ndarray:

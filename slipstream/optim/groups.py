@@ -49,6 +49,8 @@ class Group:
     groups could push matrices under Newton-Schulz's epsilon and stall them."""
     elementwise: bool = False
     """The optimizer treats every number alone, so that parameters may be laid end to end in one tensor."""
+    stacks: bool = False
+    """The optimizer treats every matrix of a 3-D parameter alone, so that like ones may be laid together in one."""
 
     def __post_init__(self) -> None:
         for field in ("weight_decay", "error_feedback"):
@@ -123,7 +125,7 @@ def muon_and_adamw(
 
     group = partial(Group, weight_decay=weight_decay, error_feedback=error_feedback, clip_norm=clip_norm)
     return [
-        group("matrices", partial(Muon, lr=muon_lr, **chosen("muon_")), is_matrix),
+        group("matrices", partial(Muon, lr=muon_lr, **chosen("muon_")), is_matrix, stacks=True),
         group("rest", partial(AdamW, lr=adamw_lr, **chosen("adamw_")), elementwise=True),
     ]
 

@@ -191,7 +191,7 @@ class Muon(PredictingOptimizer):
             device=first.device,
         )
         weight = momentum_weight(group["beta"], group["nesterov"], group["lookahead"])
-        if len(parameters) > 1 and _share_kernels(parameters):
+        if len(parameters) > 1 and share_kernels(parameters):
             gradient = torch.cat([_gradient(parameter).reshape(-1, rows, cols) for parameter in parameters])
             momentum = self._stacked_momentum(parameters)
             kernels.advance_momentum(gradient, momentum, directions, beta=group["beta"], weight=weight)
@@ -371,7 +371,7 @@ def _stacks(parameters: list[Tensor], max_elements: int) -> Iterator[list[Tensor
     yield stack
 
 
-def _share_kernels(parameters: list[Tensor]) -> bool:
+def share_kernels(parameters: list[Tensor]) -> bool:
     """Whether launches cost more than the copies that save them."""
     return parameters[0].is_cuda and all(parameter.numel() < LARGE_ELEMENTS for parameter in parameters)
 

@@ -37,7 +37,8 @@ class Cell:
     compute_dtype: str | None = None
     """Of forward and backward; the masters keep train.dtype. None: that one."""
     compile_mode: str | None = None
-    """torch.compile's, of forward and backward: default, or reduce-overhead for CUDA graphs. None: not compiled."""
+    """default: forward and backward are compiled; reduce-overhead: and on a GPU, PACI aside, one CUDA graph together.
+    None: neither."""
 
     def validate(self) -> None:
         """What is the study's own; the configuration is looked at by `parts.check`."""

@@ -5,13 +5,15 @@ updates, so it is enough to keep the last d + 1 versions and to load the right o
 optimizers and error feedback are those of `pipeline.update`; `reference.py` says the same, slowly.
 
 Weights of one group and one delay lie end to end in one flat tensor, a `Slab`: clipping, decay, prediction and copies
-are then a handful of kernels each, whatever the number of parameters. Nothing waits for the device during a step.
+are then a handful of kernels each, whatever the number of parameters. Nothing waits for the device during a step, nor,
+where batches are small, the device for kernels to be launched one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +28,12 @@ from ..loss import decoder_and_loss
 from ..model import ModelConfig, decoder, initialise, layer_names
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
+from ..optim.optimizer import share_kernels
 from ..parts import Parts, recomputed_layers
 from ..pipeline.recompute import Recomputing
 from .cell import Cell
+from .graphs import Batch, Result, captured
 from .predictors import Last, Predictor, make_predictor, pipeline_predictor
-
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -46,8 +48,8 @@ class Slab:
     """What the optimizer sees: views of `master`, or `master` itself where its rule is element by element."""
     working: list[nn.Parameter]
     """What forward and backward read, by name, in the dtype they compute in."""
-    gradients: list[Tensor]
-    """By name: views of `gradient`."""
+    room: Tensor | None
+    """Where they lie, end to end; None: each for itself."""
     master: Tensor
     """z, flat; so are those below."""
     gradient: Tensor
@@ -57,8 +59,11 @@ class Slab:
     """The newest weight versions, in the dtype of `working`; the newest is last."""
 
     def load(self, weights: Tensor) -> None:
-        """Into the working parameters, which stay where they are: a CUDA graph knows them by their address. Through
-        `.data`, for PACI does so between a forward and its backward, and autograd would object."""
+        """Into the working parameters, which stay where they are: a CUDA graph knows them by their address. Behind
+        autograd's back: PACI does so between a forward and its backward."""
+        if self.room is not None:
+            self.room.copy_(weights)
+            return
         shapes = [parameter.shape for parameter in self.working]
         for parameter, view in zip(self.working, _views(weights, shapes), strict=True):
             parameter.data.copy_(view)
@@ -104,15 +109,16 @@ class DelayedRun:
         dtype = getattr(torch, config.train.dtype)
         compute_dtype = getattr(torch, cell.compute_dtype) if cell.compute_dtype else dtype
         # The masters are drawn in their own dtype, and the working copy rounded from them.
-        model, self._loss = _network(
+        network = _network(
             parts.model,
             compute_dtype,
             device,
-            cell.compile_mode,
+            cell.compile_mode is not None,
             config.train.loss_chunk_tokens,
             recomputed_layers(config, parts.model),
         )
-        working = dict(model.named_parameters())
+        self._loss = network.loss
+        self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda"
         masters = _masters(parts.model, dtype, device, config.train.seed)
         stage_of = _stages(parts)
         delays, warmups = cell.stage_delays, cell.drift_warmups
@@ -123,13 +129,7 @@ class DelayedRun:
                 stage = stage_of(name)
                 by_delay.setdefault((delays[stage], warmups[stage] if warmups else None), []).append(name)
             slabs = [
-                _slab(
-                    {name: (masters[name], working[name]) for name in names},
-                    delay,
-                    warmup,
-                    self.num_microbatches,
-                    group.elementwise,
-                )
+                _slab({name: masters[name] for name in names}, network, group, delay, warmup, self.num_microbatches)
                 for (delay, warmup), names in by_delay.items()
             ]
             parameters = [slab.parameters for slab in slabs]
@@ -160,10 +160,12 @@ class DelayedRun:
     def train(self, track_every: int = 0) -> Iterator[int]:
         """Yields the number of updates made, after each. track_every: steps from one cosine of consecutive updates to
         the next; 0: none."""
+        is_whole = all(slab.warmup is None for slab in self._slabs)  # nothing is loaded between forward and backward
+        gradients = self._on_device(self._gradients, self._parts.batches(0, 0)) if is_whole else self._gradients
         with _prefetched(self._batches(), self._device) as batches:
             for step in range(self.steps):
                 start = self.clock.mark()
-                self._accumulate(step, batches)
+                self._accumulate(step, batches, gradients)
                 middle = self.clock.mark()
                 self._update(step, track_every)
                 self.clock.add(start, middle, self.clock.mark())
@@ -174,28 +176,36 @@ class DelayedRun:
             for microbatch in range(self.num_microbatches):
                 yield self._parts.batches(step, microbatch)
 
-    def _accumulate(self, step: int, batches: Iterator[Batch]) -> None:
+    def _on_device(self, function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
+        """The function, or a CUDA graph of it."""
+        if not self._uses_graphs:
+            return function
+        inputs, targets = example
+        return captured(function, (inputs.to(self._device), targets.to(self._device)))
+
+    def _accumulate(self, step: int, batches: Iterator[Batch], gradients: Callable[[Batch], list[Tensor]]) -> None:
         """The gradient of a batch, in every slab."""
         sync_start = self._cell.config.pipeline.sync_start_steps
-        scale = 1 / self._parts.batches.num_tokens(step)
         for microbatch in range(self.num_microbatches):
             for slab in self._slabs:
                 if microbatch == 0 or slab.warmup is not None:
                     slab.load(slab.version(slab.lag(step, microbatch, self.num_microbatches, sync_start)))
-            loss = self._loss(*next(batches)) * scale
-            for slab in self._slabs:
-                if slab.warmup is not None:
-                    slab.load(slab.version(0))
-            loss.backward()
-            self.losses[step] += loss.detach()
-            for slab in self._slabs:
-                for parameter, gradient in zip(slab.working, slab.gradients, strict=True):
-                    assert parameter.grad is not None
-                    if microbatch == 0:
-                        gradient.copy_(parameter.grad)
-                    else:
-                        gradient.add_(parameter.grad)
-                    parameter.grad = None
+            loss, *found = gradients(next(batches))
+            self.losses[step] += loss
+            for slab, gradient in zip(self._slabs, found, strict=True):
+                if microbatch == 0:
+                    slab.gradient.copy_(gradient)
+                else:
+                    slab.gradient.add_(gradient)
+
+    def _gradients(self, batch: Batch) -> list[Tensor]:
+        """A microbatch's part of the loss, and of every slab's gradient."""
+        loss = self._loss(*batch) * (1 / self._parts.batches.num_tokens(0))
+        for slab in self._slabs:
+            if slab.warmup is not None:
+                slab.load(slab.version(0))
+        gradients = iter(torch.autograd.grad(loss, [p for slab in self._slabs for p in slab.working]))
+        return [loss.detach(), *(torch.cat([next(gradients).flatten() for _ in slab.working]) for slab in self._slabs)]
 
     @torch.no_grad()
     def _update(self, step: int, track_every: int) -> None:
@@ -245,9 +255,15 @@ class DelayedRun:
             slab.load(slab.master)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         batches, num_tokens = self._validation
-        for inputs, targets in batches:
-            total += self._loss(inputs, targets)
+        for batch in batches:
+            total += self._held_out_loss(batch)
         return total / num_tokens
+
+    @functools.cached_property
+    def _held_out_loss(self) -> Callable[[Batch], Tensor]:
+        batches, _ = self._validation
+        loss = self._loss  # with `self` in it, the run and its graph would wait for the garbage collector
+        return self._on_device(lambda batch: loss(*batch), batches[0])
 
     @functools.cached_property
     def _validation(self) -> tuple[list[Batch], int]:
@@ -303,17 +319,36 @@ def _clip(gradients: list[Tensor], clip_norm: float | None) -> None:
         gradient.mul_(scale)
 
 
+class Network:
+    """The model, whose parameters a run fills before every batch, and the loss it gives."""
+
+    def __init__(self, model: nn.Sequential, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._parameters = dict(model.named_parameters())
+        self.loss = loss
+        self._rooms: dict[tuple[str, ...], Tensor] = {}
+
+    def lay_out(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
+        """The parameters of these names, and one tensor in which they lie end to end, always the same one. None, and
+        they stay where they are, if one would not begin at a multiple of 16 bytes, as compiled kernels expect."""
+        parameters = [self._parameters[name] for name in names]
+        if any(p.numel() * p.element_size() % 16 for p in parameters):
+            return parameters, None
+        room = self._rooms.setdefault(tuple(names), torch.cat([p.detach().flatten() for p in parameters]))
+        for parameter, view in zip(parameters, _views(room, [p.shape for p in parameters]), strict=True):
+            parameter.data = view
+        return parameters, room
+
+
 @functools.cache
 def _network(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    compile_mode: str | None,
+    is_compiled: bool,
     loss_chunk_tokens: int,
     recomputed: tuple[str, ...],
-) -> tuple[nn.Sequential, Callable[[Tensor, Tensor], Tensor]]:
-    """The model, whose parameters a run fills before every batch, and the loss it gives. Kept from one cell to the
-    next: compiling takes longer than a short run."""
+) -> Network:
+    """Kept from one cell to the next: compiling takes longer than a short run."""
     with torch.device("meta"):
         model, loss_of = decoder_and_loss(config, loss_chunk_tokens)
     model.to(dtype).to_empty(device=device)
@@ -324,15 +359,9 @@ def _network(
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return loss_of(model(inputs), targets)
 
-    if compile_mode is None:
-        return model, loss
-    compiled = torch.compile(loss, mode=compile_mode)
-
-    def fresh_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()  # what the last call returned may be overwritten
-        return compiled(inputs, targets)
-
-    return model, fresh_loss
+    if not is_compiled:
+        return Network(model, loss)
+    return Network(model, torch.compile(loss))
 
 
 def _masters(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, nn.Parameter]:
@@ -352,36 +381,44 @@ def _stages(parts: Parts) -> Callable[[str], int]:
 
 @torch.no_grad()
 def _slab(
-    members: dict[str, tuple[nn.Parameter, nn.Parameter]],
+    masters: dict[str, nn.Parameter],
+    network: Network,
+    group: Group,
     delay: int,
     warmup: int | None,
     num_microbatches: int,
-    elementwise: bool,
 ) -> Slab:
-    """Lays the masters end to end. members: master and working parameter, by name."""
-    shapes = [master.shape for master, _ in members.values()]
-    master = torch.cat([master.flatten() for master, _ in members.values()])
+    """Lays the masters end to end."""
+    is_stacked = group.stacks and share_kernels(list(masters.values()))
+    if is_stacked:
+        masters = dict(sorted(masters.items(), key=lambda item: item[1].shape[-2:]))
+    shapes = [master.shape for master in masters.values()]
+    master = torch.cat([master.flatten() for master in masters.values()])
     gradient = torch.zeros_like(master)
-    working = [parameter for _, parameter in members.values()]
-    for parameter in working:
-        parameter.grad = None  # whoever used the network before may have left one
-    whole = [master.shape] if elementwise else shapes
-    parameters = [nn.Parameter(view) for view in _views(master, whole)]
-    for parameter, view in zip(parameters, _views(gradient, whole), strict=True):
+    seen = [master.shape] if group.elementwise else _stacks(shapes) if is_stacked else shapes
+    parameters = [nn.Parameter(view) for view in _views(master, seen)]
+    for parameter, view in zip(parameters, _views(gradient, seen), strict=True):
         parameter.grad = view
+    working, room = network.lay_out(list(masters))
     max_lag = delay if warmup is None else -(-warmup // num_microbatches)
     return Slab(
-        names=list(members),
+        names=list(masters),
         delay=delay,
         warmup=warmup,
         parameters=parameters,
         working=working,
-        gradients=_views(gradient, shapes),
+        room=room,
         master=master,
         gradient=gradient,
         spare=torch.empty_like(master),
         versions=deque([master.to(working[0].dtype, copy=True)], maxlen=max_lag + 1),
     )
+
+
+def _stacks(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """Matrices and stacks of them, of which those alike are neighbours, as one stack for each kind."""
+    kinds = itertools.groupby(shapes, key=lambda shape: shape[-2:])
+    return [torch.Size((sum(shape.numel() for shape in alike) // kind.numel(), *kind)) for kind, alike in kinds]
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -207,7 +207,7 @@ def test_muon_calls_newton_schulz_once_per_shape(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def shared_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small matrices are stepped together, as on a GPU."""
-    monkeypatch.setattr("slipstream.optim.optimizer._share_kernels", lambda parameters: True)
+    monkeypatch.setattr("slipstream.optim.optimizer.share_kernels", lambda parameters: True)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -215,7 +215,7 @@ def shared_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_muon_that_shares_kernels_takes_the_same_steps(ns_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     together, apart = parameters(torch.float64), parameters(torch.float64)
     advance(Muon(apart, lr=0.02, ns_dtype=ns_dtype, weight_decay=0.1), apart, range(4))
-    monkeypatch.setattr("slipstream.optim.optimizer._share_kernels", lambda parameters: True)
+    monkeypatch.setattr("slipstream.optim.optimizer.share_kernels", lambda parameters: True)
     advance(Muon(together, lr=0.02, ns_dtype=ns_dtype, weight_decay=0.1), together, range(4))
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -243,7 +243,7 @@ def test_shared_momentum_goes_on_from_a_state_that_was_loaded_replaced_or_made_a
     first, second = make(straight), make(resumed)
     advance(first, straight, range(6))
     advance(second, resumed, range(1))  # made alone
-    monkeypatch.setattr("slipstream.optim.optimizer._share_kernels", lambda parameters: True)
+    monkeypatch.setattr("slipstream.optim.optimizer.share_kernels", lambda parameters: True)
     advance(second, resumed, range(1, 3))
     file = io.BytesIO()
     torch.save(second.state_dict(), file)
@@ -270,7 +270,7 @@ def test_shared_momentum_rests_while_a_parameter_has_no_gradient(monkeypatch: py
         return held
 
     apart = run()
-    monkeypatch.setattr("slipstream.optim.optimizer._share_kernels", lambda parameters: True)
+    monkeypatch.setattr("slipstream.optim.optimizer.share_kernels", lambda parameters: True)
     for a, b in zip(run(), apart, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 

@@ -17,6 +17,7 @@ from slipstream.parts import check
 from slipstream.pipeline import StepReport, launch
 from slipstream.pipeline.comm import Transport
 from slipstream.reference import reference_run
+from slipstream.study import delayed
 from slipstream.study.cell import Cell
 from slipstream.study.delayed import DelayedRun
 from slipstream.trainer import make_pipeline
@@ -50,8 +51,8 @@ EXPERTS = {
 CPU = torch.device("cpu")
 
 
-def run_study(cell: Cell) -> tuple[dict[str, Tensor], list[float], float]:
-    run = DelayedRun(cell, check(cell.config), CPU)
+def run_study(cell: Cell, device: torch.device = CPU) -> tuple[dict[str, Tensor], list[float], float]:
+    run = DelayedRun(cell, check(cell.config), device)
     assert list(run.train()) == list(range(1, cell.config.train.steps + 1))
     held_out = run.evaluate().item()
     return {name: weight.clone() for name, weight in run.weights().items()}, run.losses.tolist(), held_out
@@ -94,6 +95,7 @@ def run_pipeline(config: Config) -> tuple[dict[str, Tensor], list[float], float]
         {"pipeline__stages": 4, "pipeline__schedule": "pipedream", "pipeline__sync_start_steps": 5},
         {"pipeline__stages": 4, "pipeline__schedule": "paci", "optimizer__error_feedback": 0.0},
         {"pipeline__stages": 3, "pipeline__microbatches": 3, **EXPERTS},
+        {**EXPERTS, "model__num_experts": 3},  # three numbers lie where the next parameter would not be aligned
     ],
     ids=lambda changes: ",".join(f"{name.split('__')[1]}={value}" for name, value in changes.items()),
 )
@@ -107,6 +109,35 @@ def test_a_study_run_equals_the_pipeline(changes: dict[str, Any]) -> None:
     start = decoder(check(config).model).double()
     initialise(start, check(config).model, config.train.seed)
     assert largest_difference(start.state_dict(), weights) > 1e-3  # it went somewhere
+
+
+@pytest.mark.parametrize("changes", [{}, {"pipeline__stages": 3, "pipeline__microbatches": 3, **EXPERTS}])
+def test_stacks_of_like_matrices_take_the_same_steps(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are laid on a GPU: an expert's matrices, three-dimensional already, beside those of a dense block."""
+    config = changed(BASE, **changes)
+    expected, _, _ = run_study(Cell(config))
+    monkeypatch.setattr(delayed, "share_kernels", lambda parameters: True)
+    weights, _, _ = run_study(Cell(config))
+    assert largest_difference(expected, weights) < 1e-12
+    slabs = DelayedRun(Cell(config), check(config), CPU).groups[-2].slabs
+    shapes = [parameter.shape for slab in slabs for parameter in slab.parameters]
+    assert len(shapes) < sum(len(slab.names) for slab in slabs)
+    assert {len(shape) for shape in shapes} == {3}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")  # a compiler may have advice
+def test_cuda_graphs_take_the_same_steps() -> None:
+    """And so does a second run whose parameters lie elsewhere, though it gets the network of the first."""
+    for changes in ({}, {"optimizer__name": "adamw", "optimizer__learning_rate": 0.003}):
+        config = changed(BASE, **changes)
+        expected, losses, held_out = run_study(Cell(config))
+        on_gpu = Cell(changed(config, train__device="cuda"), compile_mode="reduce-overhead")
+        weights, losses_there, held_out_there = run_study(on_gpu, torch.device("cuda"))
+        assert largest_difference(expected, {name: weight.cpu() for name, weight in weights.items()}) < 1e-9
+        assert losses_there == pytest.approx(losses, rel=1e-9)
+        assert held_out_there == pytest.approx(held_out, rel=1e-9)
 
 
 @pytest.mark.parametrize("delays", [(0, 1), (1, 0), (2, 1)])
