@@ -15,9 +15,9 @@ from typing import Any
 
 from page import with_table
 
-from slipstream.study.figures import draw_axis, draw_cosines, draw_gaps, draw_losses
+from slipstream.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
 from slipstream.study.record import Record, read_records
-from slipstream.study.results import markdown_table, rows, sweep_table, token_overhead
+from slipstream.study.results import courses, markdown_table, rows, sweep_table, token_overhead
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -41,8 +41,11 @@ DEFAULTS: dict[str, Any] = {
     "pipeline.sync_start_steps": 0,
 }
 RATES = {"muon": 0.02, "adamw": 0.001}
-COURSE = (600, 1200, 1300, 1800, 2400, 4800, 7200, 9600, 12207)
-"""Steps of the longest runs: in the warm-up, about its end at 1,220, and later."""
+COURSES = {
+    "length": (600, 1200, 1300, 1800, 2400, 4800, 7200, 9600, 12207),
+    "small_batch": (600, 1200, 2400, 4800, 9600, 14400, 19200, 24414),
+}
+"""By study, steps of its longest runs: in the warm-up, about its end at a tenth, and later."""
 
 
 @dataclass(frozen=True)
@@ -124,24 +127,16 @@ def _gap_columns(plain: float | None, corrected: float | None, muon: float | Non
     ]
 
 
-def course_table(records: Sequence[Record]) -> str:
+def course_table(records: Sequence[Record], steps: Sequence[int]) -> str:
     """The gap of the longest runs as they went on, and their token overhead, of all by the synchronous run's curve."""
-    longest = max(record.steps for record in records)
-    cells = {record.id: record for record in records if record.steps == longest}
     lines = [
-        "| | " + " | ".join(f"{step:,}" for step in COURSE) + " | token overhead (curve) |",
-        "|---|" + "---:|" * (len(COURSE) + 1),
+        "| | " + " | ".join(f"{step:,}" for step in steps) + " | token overhead (curve) |",
+        "|---|" + "---:|" * (len(steps) + 1),
     ]
-    for cell in cells.values():
-        baseline = cells[cell.baseline]
-        if cell is baseline:
-            continue
-        start = cell.setting.get("pipeline.sync_start_steps")
-        name = f"{cell.mode}, {start:,} synchronous steps" if start else cell.mode
-        losses, synchronous = ({e.step: e.loss for e in run.evaluations} for run in (cell, baseline))
-        gaps = [f"{losses[step] - synchronous[step]:+.4f}" for step in COURSE]
-        overhead, _ = token_overhead(cell, baseline, [cell])
-        lines.append(f"| {name} | " + " | ".join(gaps) + f" | {overhead:.3f} |")
+    for course in courses(records):
+        overhead, _ = token_overhead(course.cell, course.baseline, [course.cell])
+        gaps = " | ".join(f"{course.gaps[step]:+.4f}" for step in steps)
+        lines.append(f"| {course.name} | {gaps} | {overhead:.3f} |")
     return "\n".join(lines)
 
 
@@ -153,14 +148,15 @@ def tables() -> dict[str, str]:
     if main_study := read_study("main"):
         found["main table"] = markdown_table(rows(main_study))
         found["comparison table"] = comparison_table(main_study)
-    for name in ("length", "parts", "pipedream", "trend"):
+    for name in ("length", "small_batch", "parts", "pipedream", "trend"):
         if records := read_study(name):
             found[f"{name} table"] = markdown_table(rows(records))
     for name, optimizer in (("beyond", "muon"), ("adamw", "adamw")):
         if records := beyond(optimizer):
             found[f"{name} table"] = markdown_table(rows(records))
-    if records := read_study("length"):
-        found["course table"] = course_table(records)
+    for name, steps in COURSES.items():
+        if records := read_study(name):
+            found[f"{name} course table"] = course_table(records, steps)
     for ablation in ABLATIONS:
         if records := ablation.records(read_study("ablations")):
             found[f"{ablation.name} table"] = markdown_table(rows(records))
@@ -174,6 +170,8 @@ def draw(folder: Path) -> None:
         draw_cosines(records, folder / "results_cosine.png")
     if records := read_study("length"):
         draw_axis(records, "train.steps", folder / "results_length.png")
+    for name in COURSES:
+        draw_course(read_study(name), folder / f"results_{name}_course.png")
     if records := [record for record in beyond("adamw") if "optimizer.adamw_nesterov" not in record.setting]:
         draw_losses(records, folder / "results_adamw.png")
     for ablation in ABLATIONS:

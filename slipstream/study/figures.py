@@ -1,4 +1,5 @@
-"""What a study found, as pictures: loss curves, gaps to sync, cosines of consecutive updates, a gap along an axis.
+"""What a study found, as pictures: loss curves, gaps to sync and their course, cosines of consecutive updates, a gap
+along an axis.
 
 Colour says mode where modes are compared within an optimizer, and optimizer where optimizers share a panel; both are
 given out in the order of the records, so figures of one study agree. matplotlib is an extra: without it, or without
@@ -23,6 +24,7 @@ from .results import (
     Row,
     axes_of,
     cells_by_row,
+    courses,
     curve,
     final_loss,
     rows,
@@ -49,6 +51,8 @@ UNITS = {"train.steps": "updates", "pipeline.sync_start_steps": "updates", "trai
 WIDE_SPAN = 20.0
 """Ratio of the largest to the smallest gap from which on the axis is logarithmic."""
 GAP = "gap to sync (nats per token)"
+SMALL_GAP = 0.01
+"""Up to here the axis of a course is linear: it ends near 0, on either side."""
 
 
 def _start() -> bool:
@@ -346,6 +350,39 @@ def _decade(gaps: Sequence[Estimate]) -> float:
 
 def _plain(value: float, place: int | None = None) -> str:
     return f"{value:g}"
+
+
+# ---- the course of a gap
+
+
+def draw_course(records: Sequence[Record], path: Path) -> Path | None:
+    """The gap to sync at the same step, of the longest runs: a colour per mode, shades of it for its settings."""
+    found = courses(records)
+    if not found or not _start():
+        return None
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    figure, panel = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    modes = {course.name: course.cell.mode for course in found}
+    shades = _shades(modes, _mode_colours(records))
+    for course in found:
+        steps = [step for step in course.gaps if step > 0]  # where all begin alike
+        panel.plot(
+            steps, [course.gaps[step] for step in steps], color=shades[course.name], linewidth=1.2, label=course.name
+        )
+    panel.axhline(0, color=BLACK, linewidth=0.8)
+    panel.set_xscale("log")
+    panel.set_yscale("symlog", linthresh=SMALL_GAP, linscale=1.5)
+    least = min((gap for course in found for gap in course.gaps.values()), default=0.0)
+    panel.set_ylim(bottom=1.3 * min(least, -SMALL_GAP / 4))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.yaxis.set_major_formatter(FuncFormatter(_plain))
+    panel.set_xlabel("step (updates), logarithmic")
+    panel.set_ylabel(f"{GAP},\nlogarithmic beyond {SMALL_GAP:g}")
+    panel.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return _save(figure, path)
 
 
 # ---- cosines

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .record import Record
+from .record import Evaluation, Record
 
 MODES = ("sync", "async", "ef")
 """These come first; other modes follow as they appear."""
@@ -89,6 +89,17 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Course:
+    """How far a delayed run lay behind its synchronous one as both went on."""
+
+    name: str
+    cell: Record
+    baseline: Record
+    gaps: dict[int, float]
+    """By step."""
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Synchronous runs of one optimizer that differ only in learning rate and seed."""
 
@@ -123,8 +134,12 @@ def final_loss(record: Record) -> float | None:
 
 def curve(record: Record) -> list[tuple[int, float]]:
     """Held-out (tokens, loss), where the loss is a number."""
+    return [(e.tokens, e.loss) for e in _measured(record)]
+
+
+def _measured(record: Record) -> list[Evaluation]:
     # A nan that has been through JSON is None, whatever the field's type says.
-    return [(e.tokens, e.loss) for e in record.evaluations if e.loss is not None and math.isfinite(e.loss)]
+    return [e for e in record.evaluations if e.loss is not None and math.isfinite(e.loss)]
 
 
 def cells_by_row(records: Iterable[Record]) -> list[list[Record]]:
@@ -227,6 +242,26 @@ def _gap(cell: Record, cells: Mapping[str, Record]) -> float | None:
         return None
     loss, goal = final_loss(cell), final_loss(baseline)
     return None if loss is None or goal is None else loss - goal
+
+
+def courses(records: Iterable[Record]) -> list[Course]:
+    """Of the longest delayed runs that have their synchronous one."""
+    cells = {record.id: record for record in records}
+    pairs = [(cell, cells[cell.baseline]) for cell in cells.values() if cell.baseline in cells]
+    longest = max((cell.steps for cell, _ in pairs), default=0)
+    pairs = [pair for pair in pairs if pair[0].steps == longest and pair[0] is not pair[1]]
+    optimizers = short_names(cell.optimizer for cell, _ in pairs)
+    several_seeds = len({cell.seed for cell, _ in pairs}) > 1
+    found = []
+    for cell, baseline in pairs:
+        start = cell.setting.get("pipeline.sync_start_steps")
+        words = [optimizers[cell.optimizer]] if len(optimizers) > 1 else []
+        words += [cell.mode, *([f"{start:,} synchronous steps"] if start else [])]
+        words += [f"seed {cell.seed}"] if several_seeds else []
+        losses, synchronous = ({e.step: e.loss for e in _measured(run)} for run in (cell, baseline))
+        gaps = {step: loss - synchronous[step] for step, loss in losses.items() if step in synchronous}
+        found.append(Course(", ".join(words), cell, baseline, gaps))
+    return found
 
 
 def _recovered(cell: Record, plain: Sequence[Record], cells: Mapping[str, Record]) -> float | None:

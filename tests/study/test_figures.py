@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.study import figures
-from slipstream.study.figures import draw_axis, draw_cosines, draw_gaps, draw_losses
+from slipstream.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
 from slipstream.study.record import Evaluation, Record
 
 Drawing = Callable[[list[Record], Path], Path | None]
@@ -47,7 +47,7 @@ def draw_axis_of_steps(records: list[Record], path: Path) -> Path | None:
     return draw_axis(records, "train.steps", path)
 
 
-ALL = [draw_losses, draw_gaps, draw_cosines, draw_axis_of_steps]
+ALL = [draw_losses, draw_gaps, draw_course, draw_cosines, draw_axis_of_steps]
 
 DELAYED = {"sync": 0.0, "async": 0.3, "ef": 0.1}
 TWO_OPTIMIZERS = grid(DELAYED) + grid(DELAYED, optimizer="torch.optim.SGD")
@@ -95,6 +95,9 @@ def assert_picture(path: Path | None, expected: Path) -> None:
         pytest.param(draw_gaps, NO_ASYNC_AND_NO_SYNC, id="gaps without async, or with sync diverged"),
         pytest.param(draw_gaps, MANY_MODES, id="gaps of many modes"),
         pytest.param(draw_gaps, SETTINGS, id="gaps of several settings"),
+        pytest.param(draw_course, TWO_OPTIMIZERS, id="course of two optimizers"),
+        pytest.param(draw_course, WIDE, id="course, one below sync"),
+        pytest.param(draw_course, ONE_DIVERGED, id="course, one diverged"),
         pytest.param(draw_cosines, TWO_OPTIMIZERS, id="cosines of two optimizers"),
         pytest.param(draw_cosines, SETTINGS, id="cosines of several settings"),
         pytest.param(draw_axis_of_steps, WIDE, id="axis over orders of magnitude"),

@@ -11,6 +11,7 @@ from slipstream.study.results import (
     Row,
     best_learning_rates,
     cells_by_row,
+    courses,
     markdown_table,
     rows,
     sweep_table,
@@ -333,6 +334,29 @@ def test_without_a_curve_there_is_no_overhead_but_for_a_run_that_is_better():
 
 
 # ---- tables
+
+
+def test_a_course_is_the_gap_of_the_longest_runs_at_the_same_step():
+    def run(mode: str, losses: dict[int, float], **changes: Any) -> Record:
+        evaluations = [Evaluation(step, 10 * step, loss) for step, loss in losses.items()]
+        return cell(mode, evaluations[-1].loss, evaluations=evaluations, **changes)
+
+    sync = run("sync", {0: 5.0, 50: 3.0, 100: 2.0})
+    late = run("ef", {0: 5.0, 25: 4.5, 50: 3.5, 75: math.nan, 100: 1.75})
+    setting = {"pipeline.sync_start_steps": 1220}
+    with_start = run("ef", {50: 3.25, 100: 2.0}, setting=setting, id="start")
+    alone = run("async", {100: 2.0}, id="alone", baseline="not here")
+    found = courses([sync, late, with_start, alone])
+    assert {course.name: course.gaps for course in found} == {
+        "ef": {0: 0.0, 50: 0.5, 100: -0.25},
+        "ef, 1,220 synchronous steps": {50: 0.25, 100: 0.0},
+    }
+    assert all(course.baseline is sync for course in found)
+    longer = [cell("sync", 1.5, steps=200, id="l", baseline="l"), cell("ef", 1.6, steps=200, id="m", baseline="l")]
+    assert [course.cell for course in courses([sync, late, *longer])] == [longer[1]]
+    seeds = [record for seed in (0, 1) for record in (cell("sync", 2.0, seed), cell("ef", 2.1, seed))]
+    assert [course.name for course in courses(seeds)] == ["ef, seed 0", "ef, seed 1"]
+    assert courses([alone]) == courses([]) == []
 
 
 def test_a_table_as_it_is_read_on_github():
