@@ -37,8 +37,8 @@ class Cell:
     compute_dtype: str | None = None
     """Of forward and backward; the masters keep train.dtype. None: that one."""
     compile_mode: str | None = None
-    """default: forward and backward are compiled; reduce-overhead: and on a GPU, PACI aside, one CUDA graph together.
-    None: neither."""
+    """default: forward and backward are compiled; reduce-overhead: and on a GPU, PACI and mixtures of experts aside,
+    one CUDA graph together. None: neither."""
 
     def validate(self) -> None:
         """What is the study's own; the configuration is looked at by `parts.check`."""

@@ -118,7 +118,9 @@ class DelayedRun:
             recomputed_layers(config, parts.model),
         )
         self._loss = network.loss
-        self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda"
+        # A graph cannot ask the device anything, and experts may have to ask for their loads.
+        asks_nothing = parts.model.num_experts == 0
+        self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and asks_nothing
         masters = _masters(parts.model, dtype, device, config.train.seed)
         stage_of = _stages(parts)
         delays, warmups = cell.stage_delays, cell.drift_warmups
