@@ -81,9 +81,14 @@ ABLATIONS = (
 
 
 def read_study(name: str) -> list[Record]:
-    """Of every machine and date; the same cell twice counts once, and the latest wins."""
+    """Of every machine and date; the same cell twice counts once, and the latest wins. How many batches the held-out
+    text comes to has no place on the page: it is all of it."""
     paths = sorted((ROOT / "benchmarks").glob(f"study_*/{name}.jsonl"))
-    return [record for path in paths for record in read_records(path)]
+    return [
+        replace(record, setting={axis: v for axis, v in record.setting.items() if not axis.startswith("evaluation.")})
+        for path in paths
+        for record in read_records(path)
+    ]
 
 
 def beyond(optimizer: str) -> list[Record]:

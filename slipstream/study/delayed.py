@@ -45,7 +45,8 @@ class Slab:
     warmup: int | None
     """PACI: forwards that run ahead of a backward."""
     parameters: list[nn.Parameter]
-    """What the optimizer sees: views of `master`, or `master` itself where its rule is element by element."""
+    """What the optimizer sees: views of `master`, some of them a stack of like matrices each, or `master` itself where
+    its rule is element by element."""
     working: list[nn.Parameter]
     """What forward and backward read, by name, in the dtype they compute in."""
     room: Tensor | None
@@ -163,7 +164,7 @@ class DelayedRun:
         """Yields the number of updates made, after each. track_every: steps from one cosine of consecutive updates to
         the next; 0: none."""
         is_whole = all(slab.warmup is None for slab in self._slabs)  # nothing is loaded between forward and backward
-        gradients = self._on_device(self._gradients, self._parts.batches(0, 0)) if is_whole else self._gradients
+        gradients = self._as_graph(self._gradients, self._parts.batches(0, 0)) if is_whole else self._gradients
         with _prefetched(self._batches(), self._device) as batches:
             for step in range(self.steps):
                 start = self.clock.mark()
@@ -178,7 +179,7 @@ class DelayedRun:
             for microbatch in range(self.num_microbatches):
                 yield self._parts.batches(step, microbatch)
 
-    def _on_device(self, function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
+    def _as_graph(self, function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
         """The function, or a CUDA graph of it."""
         if not self._uses_graphs:
             return function
@@ -265,7 +266,7 @@ class DelayedRun:
     def _held_out_loss(self) -> Callable[[Batch], Tensor]:
         batches, _ = self._validation
         loss = self._loss  # with `self` in it, the run and its graph would wait for the garbage collector
-        return self._on_device(lambda batch: loss(*batch), batches[0])
+        return self._as_graph(lambda batch: loss(*batch), batches[0])
 
     @functools.cached_property
     def _validation(self) -> tuple[list[Batch], int]:
@@ -394,10 +395,13 @@ def _slab(
     is_stacked = group.stacks and share_kernels(list(masters.values()))
     if is_stacked:
         masters = dict(sorted(masters.items(), key=lambda item: item[1].shape[-2:]))
-    shapes = [master.shape for master in masters.values()]
     master = torch.cat([master.flatten() for master in masters.values()])
     gradient = torch.zeros_like(master)
-    seen = [master.shape] if group.elementwise else _stacks(shapes) if is_stacked else shapes
+    seen = [master.shape for master in masters.values()]
+    if group.elementwise:
+        seen = [master.shape]
+    elif is_stacked:
+        seen = _stacked(seen)
     parameters = [nn.Parameter(view) for view in _views(master, seen)]
     for parameter, view in zip(parameters, _views(gradient, seen), strict=True):
         parameter.grad = view
@@ -417,7 +421,7 @@ def _slab(
     )
 
 
-def _stacks(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+def _stacked(shapes: Sequence[torch.Size]) -> list[torch.Size]:
     """Matrices and stacks of them, of which those alike are neighbours, as one stack for each kind."""
     kinds = itertools.groupby(shapes, key=lambda shape: shape[-2:])
     return [torch.Size((sum(shape.numel() for shape in alike) // kind.numel(), *kind)) for kind, alike in kinds]

@@ -175,14 +175,8 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
             f"pipeline.schedule = {config.pipeline.schedule!r} would delay mode = 'sync': leave it to the mode"
         )
     ignored = ONLY_UNDER_DELAY if cell.is_synchronous else set()
-    setting = {n: v for n, v in axes.items() if n not in ignored and not _has_no_place(n)}
+    setting = {n: v for n, v in axes.items() if n not in ("optimizer.name", "train.seed") and n not in ignored}
     return Cell(**{**vars(cell), "setting": setting})
-
-
-def _has_no_place(axis: str) -> bool:
-    """Whether the axis stands beside the setting: the table has columns for optimizer and seeds, and how the held-out
-    loss is measured sets no two cells apart."""
-    return axis in ("optimizer.name", "train.seed") or axis.startswith("evaluation.")
 
 
 def _unflatten(settings: dict[str, Any]) -> dict[str, Any]:
