@@ -153,7 +153,7 @@ def tables() -> dict[str, str]:
     if main_study := read_study("main"):
         found["main table"] = markdown_table(rows(main_study))
         found["comparison table"] = comparison_table(main_study)
-    for name in ("length", "small_batch", "parts", "pipedream", "trend"):
+    for name in ("length", "small_batch", "steps", "parts", "pipedream", "trend"):
         if records := read_study(name):
             found[f"{name} table"] = markdown_table(rows(records))
     for name, optimizer in (("beyond", "muon"), ("adamw", "adamw")):
@@ -175,6 +175,8 @@ def draw(folder: Path) -> None:
         draw_cosines(records, folder / "results_cosine.png")
     if records := read_study("length"):
         draw_axis(records, "train.steps", folder / "results_length.png")
+    if records := read_study("steps"):
+        draw_axis(records, "train.steps", folder / "results_steps.png")
     for name in COURSES:
         draw_course(read_study(name), folder / f"results_{name}_course.png")
     if records := [record for record in beyond("adamw") if "optimizer.adamw_nesterov" not in record.setting]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,6 +52,8 @@ UNITS = {"train.steps": "updates", "pipeline.sync_start_steps": "updates", "trai
 WIDE_SPAN = 20.0
 """Ratio of the largest to the smallest gap from which on the axis is logarithmic."""
 GAP = "gap to sync (nats per token)"
+TITLE_LETTERS = 32
+"""In a line above a panel."""
 SMALL_GAP = 0.01
 """Up to here the axis of a course is linear: it ends near 0, on either side."""
 
@@ -150,6 +153,8 @@ def _legend(figure: Figure, handles: Sequence[Any]) -> None:
             figure.legend(
                 handles=list(handles), loc="outside upper center", ncols=num_columns, frameon=False, fontsize=9
             )
+            num_lines = -(-len(handles) // num_columns)
+            figure.set_figheight(figure.get_figheight() + 0.19 * max(num_lines - 2, 0))  # there is room for two
             return
 
 
@@ -158,24 +163,23 @@ def _legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     """Held-out loss against tokens, a panel per optimizer and a colour per mode: the mean over seeds, with a band from
-    the least to the greatest. A run that diverged is a thin line that ends in a cross."""
+    the least to the greatest. A run that diverged is a thin line that ends in a cross. Where an optimizer has more
+    settings than there are styles of lines, every synchronous run has a panel, with what is measured against it."""
     table = [(row, cells) for row, cells in _tables(records) if any(map(curve, cells))]
     if not table or not _start():
         return None
     from matplotlib.lines import Line2D
 
-    labels = _labels([row for row, _ in table], varying([row for row, _ in table]))
+    names, owners, labels = _owners([row for row, _ in table])
     styles = _styles(labels)
     colours = _mode_colours(records)
-    optimizers = list(dict.fromkeys(row.optimizer for row, _ in table))
-    names = short_names(optimizers)
-    figure, panels = _panels([names[optimizer] for optimizer in optimizers], 4, (2.7, 2.5))
+    num_title_lines = max(name.count("\n") for name in names)
+    figure, panels = _panels(names, 4, (2.7, 2.5 + 0.2 * num_title_lines))
     scale, unit = _token_unit(max(record.tokens for _, cells in table for record in cells))
     low, high = _loss_range([cell for _, cells in table for cell in cells])
     any_diverged, above = False, [0] * len(panels)
-    for (row, cells), label in zip(table, labels, strict=True):
-        index, colour = optimizers.index(row.optimizer), colours[row.mode]
-        panel = panels[index]
+    for (row, cells), index, label in zip(table, owners, labels, strict=True):
+        colour, panel = colours[row.mode], panels[index]
         finished = [curve(cell) for cell in cells if final_loss(cell) is not None]
         tokens, mean, least, greatest = _over_seeds(finished)
         panel.plot(tokens / scale, mean, color=colour, linestyle=styles[label], linewidth=1.5)
@@ -200,6 +204,30 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
         handles.append(Line2D([], [], color=GREY, linewidth=0.7, marker="x", label="diverged"))
     _legend(figure, handles)
     return _save(figure, path)
+
+
+def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
+    """The panels' names; of every row, which panel it is in, and what tells it from others there."""
+    optimizers = short_names(row.optimizer for row in table)
+    labels = _labels(table, varying(table))
+    if len(_styles(labels)) <= len(STYLES):
+        return list(optimizers.values()), [list(optimizers).index(row.optimizer) for row in table], labels
+    heads = [sync or row for row, sync in zip(table, _synchronous_rows(table), strict=True)]
+    panels = {head.ids: head for head in heads}
+    shared = varying(list(panels.values()))
+    titles = [textwrap.fill(label, TITLE_LETTERS) for label in _labels(list(panels.values()), shared)]
+    names = _joined("\n", [optimizers[head.optimizer] for head in panels.values()], titles)
+    return (
+        names,
+        [list(panels).index(head.ids) for head in heads],
+        _labels(table, [axis for axis in varying(table) if axis not in shared]),
+    )
+
+
+def _synchronous_rows(table: Sequence[Row]) -> list[Row | None]:
+    """Of every row the one that it is measured against, if that is in the table."""
+    sync_of = {cell: row for row in table if row.synchronous for cell in row.ids}
+    return [next((sync_of[baseline] for baseline in row.baselines if baseline in sync_of), None) for row in table]
 
 
 def _name_end(panel: Axes, text: str, colour: str, line: int) -> None:
@@ -256,12 +284,12 @@ def _token_unit(most: int) -> tuple[float, str]:
 def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     """The gap to sync of every mode, as bars beside each other, for each optimizer; the smallest gap of async first."""
     table = rows(records)
-    sync_of = {cell: row for row in table if row.synchronous for cell in row.ids}
     groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in table:
-        sync = next((sync_of[baseline] for baseline in row.baselines if baseline in sync_of), None)
+    sync_rows: dict[tuple[str, ...], Row] = {}
+    for row, sync in zip(table, _synchronous_rows(table), strict=True):
         if sync is not None and not row.synchronous:
             groups.setdefault(sync.ids, []).append(row)
+            sync_rows[sync.ids] = sync
     bars = [row for group in groups.values() for row in group]
     if not bars or not _start():
         return None
@@ -270,7 +298,7 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     from matplotlib.ticker import FuncFormatter
 
     # What sync rows vary in names the group of bars; what varies beyond that names the bar.
-    syncs = [sync_of[ids[0]] for ids in groups]
+    syncs = list(sync_rows.values())
     shared = varying(syncs)
     optimizers = short_names(row.optimizer for row in syncs)
     names = _joined("\n", [optimizers[row.optimizer] for row in syncs], _labels(syncs, shared))
@@ -297,7 +325,7 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     panel.set_ylim(y - 0.9, -0.8)
     panel.tick_params(axis="y", length=0)
     panel.axvline(0, color=BLACK, linewidth=0.8)
-    whiskers = "; whiskers: spread over seeds" if any(gap.spread for gap in kept) else ""
+    whiskers = "\nwhiskers: spread over seeds" if any(gap.spread for gap in kept) else ""
     panel.set_xlabel(f"{GAP}{', logarithmic' if is_wide else ''}{whiskers}")
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
@@ -470,7 +498,7 @@ def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
         )
     gaps = [row.gap for row in table if row.gap is not None]
     if _span(gaps) >= WIDE_SPAN:
-        if all(gap.mean >= _decade(gaps) for gap in gaps):
+        if all(gap.mean >= _decade(gaps) and gap.mean > (gap.spread or 0.0) for gap in gaps):
             panel.set_yscale("log")
             panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             panel.yaxis.set_minor_locator(NullLocator())

@@ -12,6 +12,7 @@ import pytest
 from slipstream.study import figures
 from slipstream.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
 from slipstream.study.record import Evaluation, Record
+from slipstream.study.results import rows
 
 Drawing = Callable[[list[Record], Path], Path | None]
 
@@ -54,6 +55,9 @@ TWO_OPTIMIZERS = grid(DELAYED) + grid(DELAYED, optimizer="torch.optim.SGD")
 WIDE = grid({"sync": 0.0, "async": 0.9, "ef": 0.0004, "half": -0.01})
 POSITIVE_AND_WIDE = grid({"sync": 0.0, "async": 0.9, "ef": 0.03})
 NO_GAP = grid({"sync": 0.0, "async": 0.0, "ef": -0.2}, seeds=1)
+MANY_SETTINGS = [
+    record for k in range(1, 11) for record in grid(DELAYED, steps=100 * k, setting={"train.steps": 100 * k})
+]
 ONE_FAR_ABOVE = grid({"sync": 0.0, "async": 5.0, "ef": 0.1})
 ONE_DIVERGED = [*grid(DELAYED), cell("async", None, seed=5), cell("sync", 0.0, seed=5)]
 NO_ASYNC_AND_NO_SYNC = [
@@ -89,6 +93,8 @@ def assert_picture(path: Path | None, expected: Path) -> None:
         pytest.param(draw_losses, ONE_FAR_ABOVE, id="losses, one far above"),
         pytest.param(draw_losses, ONE_DIVERGED, id="losses, one diverged"),
         pytest.param(draw_losses, SETTINGS, id="losses of several settings"),
+        pytest.param(draw_losses, MANY_SETTINGS, id="losses of many settings"),
+        pytest.param(draw_cosines, MANY_SETTINGS, id="cosines of many settings"),
         pytest.param(draw_gaps, WIDE, id="gaps over orders of magnitude"),
         pytest.param(draw_gaps, NO_GAP, id="no gaps"),
         pytest.param(draw_gaps, ONE_DIVERGED, id="gaps, one diverged"),
@@ -139,6 +145,18 @@ def test_nothing_to_draw_is_no_picture(tmp_path: Path, draw: Drawing):
 def test_without_matplotlib_there_is_no_picture(tmp_path: Path, draw: Drawing, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert draw(grid(DELAYED), tmp_path / "a.png") is None
+
+
+def test_more_settings_than_styles_of_lines_get_a_panel_for_every_synchronous_run():
+    late = grid({"ef": 0.1}, steps=100, setting={"train.steps": 100, "pipeline.sync_start_steps": 50})
+    table = rows([*MANY_SETTINGS, *late])
+    names, owners, labels = figures._owners(table)
+    assert names == [f"muon\nsteps {100 * k}" for k in range(1, 11)]
+    assert [names[owner] for owner in owners] == [f"muon\nsteps {row.steps}" for row in table]
+    assert set(labels) == {"", "sync_start_steps 50"}
+    few = rows(SETTINGS)
+    names, owners, labels = figures._owners(few)
+    assert names == ["muon"] and set(owners) == {0} and len(set(labels)) > 1
 
 
 def test_records_from_a_file_are_drawn_though_json_has_no_nan(tmp_path: Path):
