@@ -69,6 +69,12 @@ def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jo
         f"study {grid.name}: {len(wanted)} cells, {len(wanted) - len(todo)} of them done before, "
         f"{num_jobs} at a time; writing {folder}"
     )
+    known = {cell.id for cell in cells}
+    if alone := [cell for cell in cells if cell.synchronous().id not in known]:
+        screen.print(
+            f"{len(alone)} cells will have no gap, first {_words(alone[0])}: the grid has no synchronous cell to "
+            "measure them against; add mode = 'sync' beside theirs"
+        )
     failures = _run_cells(grid.name, todo, folder, num_jobs, screen) if todo else []
     records = _records(grid, folder)
     if records:
@@ -162,11 +168,16 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
     return failures
 
 
+def _words(cell: Cell) -> str:
+    """What tells it from others of its grid."""
+    setting = "".join(f" {name}={value}" for name, value in cell.setting.items())
+    return f"{cell.config.optimizer.name} {cell.mode} seed {cell.config.train.seed}{setting}"
+
+
 def _sentence(cell: Cell, record: Record, number: int, of: int) -> str:
     loss = "diverged" if record.final_loss is None else f"held-out loss {record.final_loss:.4f}"
-    setting = "".join(f" {name}={value}" for name, value in cell.setting.items())
     return (
-        f"[{number}/{of}] {record.optimizer} {record.mode} seed {record.seed}{setting}: {loss}, "
+        f"[{number}/{of}] {_words(cell)}: {loss}, "
         f"{record.seconds:.0f} s, {record.tokens_per_second:,.0f} tokens/s, optimizer {record.optimizer_share:.0%}"
     )
 

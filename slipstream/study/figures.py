@@ -212,9 +212,11 @@ def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
     labels = _labels(table, varying(table))
     if len(_styles(labels)) <= len(STYLES):
         return list(optimizers.values()), [list(optimizers).index(row.optimizer) for row in table], labels
-    heads = [sync or row for row, sync in zip(table, _synchronous_rows(table), strict=True)]
+    syncs = _synchronous_rows(table)
+    first_of: dict[tuple[str, ...], Row] = {}  # where the synchronous one is missing
+    heads = [sync or first_of.setdefault(row.baselines, row) for row, sync in zip(table, syncs, strict=True)]
     panels = {head.ids: head for head in heads}
-    shared = varying(list(panels.values()))
+    shared = varying([head for head in panels.values() if head.synchronous] or list(panels.values()))
     titles = [textwrap.fill(label, TITLE_LETTERS) for label in _labels(list(panels.values()), shared)]
     names = _joined("\n", [optimizers[head.optimizer] for head in panels.values()], titles)
     return (

@@ -154,6 +154,11 @@ def test_more_settings_than_styles_of_lines_get_a_panel_for_every_synchronous_ru
     assert names == [f"muon\nsteps {100 * k}" for k in range(1, 11)]
     assert [names[owner] for owner in owners] == [f"muon\nsteps {row.steps}" for row in table]
     assert set(labels) == {"", "sync_start_steps 50"}
+    alone = [cell("ef", gap, steps=70, learning_rate=gap) for gap in (0.1, 0.2)]  # against one that is not there
+    table = rows([*MANY_SETTINGS, *alone])
+    names, owners, labels = figures._owners(table)
+    assert names == [f"muon\nsteps {steps}" for steps in (*range(100, 1001, 100), 70)]
+    assert [label for owner, label in zip(owners, labels, strict=True) if owner == 10] == ["lr 0.1", "lr 0.2"]
     few = rows(SETTINGS)
     names, owners, labels = figures._owners(few)
     assert names == ["muon"] and set(owners) == {0} and len(set(labels)) > 1

@@ -217,6 +217,16 @@ def test_one_job_or_two_give_the_same_numbers(finished: tuple[Study, int, str], 
     assert len({study.record(cell).final_loss for cell in study.cells}) == 3
 
 
+def test_cells_that_will_have_no_gap_are_named_before_anything_runs(
+    study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write(GRID.replace('mode = ["sync", "async", "ef"]', 'mode = ["async", "ef"]'))
+    assert study.run() == 0
+    said = capsys.readouterr().out
+    assert "2 cells will have no gap, first adamw async seed 0 optimizer.learning_rate=0.003: " in said
+    assert said.index("add mode = 'sync' beside theirs") < said.index("[1/2]")
+
+
 def test_a_finished_cell_is_not_run_again(study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.run() == 0
     before, cells = study.times(), study.cells
