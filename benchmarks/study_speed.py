@@ -27,30 +27,30 @@ STEPS = 200
 ROUNDS = 3
 
 WAYS = (
-    # name, optimizer, stacked, compute_dtype, compile_mode, Newton-Schulz
-    ("fp32, one by one", "muon", False, None, None, "float32"),
-    ("fp32", "muon", True, None, None, "float32"),
-    ("bf16, one by one", "muon", False, "bfloat16", None, "bfloat16"),
-    ("bf16", "muon", True, "bfloat16", None, "bfloat16"),
-    ("bf16, compiled, one by one", "muon", False, "bfloat16", "default", "bfloat16"),
-    ("bf16, compiled", "muon", True, "bfloat16", "default", "bfloat16"),
-    ("bf16, CUDA graphs, one by one", "muon", False, "bfloat16", "reduce-overhead", "bfloat16"),
-    ("bf16, CUDA graphs", "muon", True, "bfloat16", "reduce-overhead", "bfloat16"),
-    ("bf16, CUDA graphs", "adamw", True, "bfloat16", "reduce-overhead", "bfloat16"),
-    ("bf16, CUDA graphs, 8,192 bytes", "muon", True, "bfloat16", "reduce-overhead", "bfloat16"),
+    # name, optimizer, sequences a step, stacked, compute_dtype, compile_mode, Newton-Schulz
+    ("fp32, one by one", "muon", 64, False, None, None, "float32"),
+    ("fp32", "muon", 64, True, None, None, "float32"),
+    ("bf16, one by one", "muon", 64, False, "bfloat16", None, "bfloat16"),
+    ("bf16", "muon", 64, True, "bfloat16", None, "bfloat16"),
+    ("bf16, compiled, one by one", "muon", 64, False, "bfloat16", "default", "bfloat16"),
+    ("bf16, compiled", "muon", 64, True, "bfloat16", "default", "bfloat16"),
+    ("bf16, CUDA graph, one by one", "muon", 64, False, "bfloat16", "reduce-overhead", "bfloat16"),
+    ("bf16, CUDA graph", "muon", 64, True, "bfloat16", "reduce-overhead", "bfloat16"),
+    ("bf16, compiled, 8,192 bytes", "muon", 16, True, "bfloat16", "default", "bfloat16"),
+    ("bf16, CUDA graph, 8,192 bytes", "muon", 16, True, "bfloat16", "reduce-overhead", "bfloat16"),
     *(
-        ("bf16, CUDA graphs", name, True, "bfloat16", "reduce-overhead", "bfloat16")
-        for name in ("normuon", "soap", "scion", "adan", "lion", "mars", "nadamw")
+        ("bf16, CUDA graph", name, 64, True, "bfloat16", "reduce-overhead", "bfloat16")
+        for name in ("adamw", "normuon", "soap", "scion", "adan", "lion", "mars", "nadamw")
     ),
 )
 
 
 def measure(
-    base: Config, name: str, is_stacked: bool, dtype: str | None, mode: str | None, newton_schulz: str
+    base: Config, name: str, size: int, is_stacked: bool, dtype: str | None, mode: str | None, newton_schulz: str
 ) -> tuple[float, float]:
     """Milliseconds a step, and the optimizer's share."""
     section = replace(base.optimizer, name=name, learning_rate=0.001, newton_schulz_dtype=newton_schulz)
-    config = replace(base, optimizer=section)
+    config = replace(base, optimizer=section, train=replace(base.train, microbatch_size=size))
     parts = check(config)
     parts = replace(parts, groups=[replace(group, stacks=group.stacks and is_stacked) for group in parts.groups])
     whole = optimizers.STACK_ELEMENTS
@@ -78,10 +78,8 @@ def main() -> None:
     )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROUNDS} rounds: median (lowest - highest)\n")
     print("| optimizer | way | ms a step | bytes a second | optimizer's share |\n|---|---|---:|---:|---:|", flush=True)
-    for way, name, *rest in WAYS:
-        size = 16 if way.endswith("8,192 bytes") else 64
-        config = replace(base, train=replace(base.train, microbatch_size=size))
-        found = sorted(measure(config, name, *rest) for _ in range(ROUNDS))
+    for way, name, size, *rest in WAYS:
+        found = sorted(measure(base, name, size, *rest) for _ in range(ROUNDS))
         milliseconds, share = found[len(found) // 2]
         spread = f"{found[0][0]:.1f} - {found[-1][0]:.1f}"
         rate = size * 512 / milliseconds * 1e3

@@ -32,7 +32,7 @@ from ..optim.optimizer import share_kernels
 from ..parts import Parts, recomputed_layers
 from ..pipeline.recompute import Recomputing
 from .cell import Cell
-from .graphs import Batch, Result, captured
+from .cuda_graph import Batch, Result, captured
 from .predictors import Last, Predictor, make_predictor, pipeline_predictor
 
 
@@ -119,9 +119,10 @@ class DelayedRun:
             recomputed_layers(config, parts.model),
         )
         self._loss = network.loss
-        # A graph cannot ask the device anything, and experts may have to ask for their loads.
-        asks_nothing = parts.model.num_experts == 0
-        self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and asks_nothing
+        # A graph takes no other weights between forward and backward, as PACI does, and cannot ask the device anything,
+        # as experts may have to for their loads.
+        can_be_graph = cell.drift_warmups is None and parts.model.num_experts == 0
+        self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and can_be_graph
         masters = _masters(parts.model, dtype, device, config.train.seed)
         stage_of = _stages(parts)
         delays, warmups = cell.stage_delays, cell.drift_warmups
@@ -163,8 +164,7 @@ class DelayedRun:
     def train(self, track_every: int = 0) -> Iterator[int]:
         """Yields the number of updates made, after each. track_every: steps from one cosine of consecutive updates to
         the next; 0: none."""
-        is_whole = all(slab.warmup is None for slab in self._slabs)  # nothing is loaded between forward and backward
-        gradients = self._as_graph(self._gradients, self._parts.batches(0, 0)) if is_whole else self._gradients
+        gradients = self._as_graph(self._gradients, self._parts.batches(0, 0))
         with _prefetched(self._batches(), self._device) as batches:
             for step in range(self.steps):
                 start = self.clock.mark()
