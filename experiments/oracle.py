@@ -5,7 +5,7 @@
 
 Makes the steps of a run again in one process that knows no stages, replicas or messages (slipstream.reference_run), and
 prints the largest difference of a parameter between that and the run's newest checkpoint, relative to the parameter's
-largest entry. For two_bw and the synchronous schedules.
+largest entry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from slipstream.model import initialise
 from slipstream.parts import check
 
 
-def largest_difference(folder: Path) -> float:
+def largest_difference(folder: Path, device: torch.device | str = "cpu") -> float:
+    """device: where the oracle computes."""
     config = load_toml(folder / "config.toml")
     parts = check(config)
     found = Store(folder / "checkpoints").newest(print)
@@ -34,22 +35,27 @@ def largest_difference(folder: Path) -> float:
     model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
     model.to(getattr(torch, config.train.dtype))
     initialise(model, parts.model, config.train.seed)
+    model.to(device)
     schedule = schedule_of(config)
+    num_stages, is_paci = schedule.num_stages, schedule.name == "paci"
     expected, _ = reference_run(
         model,
-        data=parts.batches,
+        data=lambda step, microbatch: tuple(part.to(device) for part in parts.batches(step, microbatch)),
         loss=loss,
         groups=parts.groups,
         num_microbatches=config.pipeline.microbatches * config.pipeline.replicas,
         num_steps=config.train.steps,
-        delays=[schedule.delay(0)],
+        delays=[schedule.delay(stage) for stage in range(num_stages)],
+        layers_per_stage=parts.layers_per_stage,
+        drift_warmups=[(num_stages - 1 - s) * config.pipeline.replicas for s in range(num_stages)] if is_paci else None,
         sync_start_steps=schedule.sync_start_steps,
         learning_rate=parts.learning_rate,
         loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
     )
 
     def difference(name: str, weight: Tensor) -> float:
-        return float((found.read([f"master/{name}"])[f"master/{name}"] - weight).abs().max() / weight.abs().max())
+        saved = found.read([f"master/{name}"])[f"master/{name}"].to(device)
+        return float((saved - weight).abs().max() / weight.abs().max())
 
     return max(difference(name, weight) for name, weight in expected.items())
 

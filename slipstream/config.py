@@ -96,6 +96,9 @@ class PipelineSection:
     backend: Literal["auto", "gloo"] = "auto"
     """Between processes: NCCL between GPUs and gloo between CPUs; or gloo between GPUs too, through the hosts' memory,
     which lets several stages have one GPU."""
+    share_gpu: bool = False
+    """More processes than GPUs, over NCCL: tests a pipeline of GPUs on a machine with one. Each process then counts as
+    a host of its own, and messages go over sockets."""
     shared_memory: bool = True
     """Processes of one machine exchange activations in shared memory, on CPUs; false: by gloo, as between machines."""
     timeout_seconds: float = 300.0

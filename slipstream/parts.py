@@ -132,10 +132,13 @@ def _check_cuda(config: Config) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
     num_devices, stages = torch.cuda.device_count(), num_processes(config)
-    if config.pipeline.transport == "process" and not under_torchrun() and num_devices < stages:
+    if config.pipeline.transport == "thread" or config.pipeline.share_gpu or config.pipeline.backend == "gloo":
+        return
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else stages
+    if num_devices < local:
         raise ConfigError(
-            f"{stages} processes (pipeline.stages x pipeline.replicas) need a GPU each and there are {num_devices}: "
-            "use pipeline.transport = 'thread' for several stages on one GPU, or fewer stages"
+            f"{local} processes (pipeline.stages x pipeline.replicas) need a GPU each and there are {num_devices}: set "
+            "pipeline.share_gpu for several on one GPU, or pipeline.transport = 'thread', or use fewer stages"
         )
 
 

@@ -99,6 +99,7 @@ def train(config: Config) -> None:
             timeout_seconds=config.pipeline.timeout_seconds,
             shared_memory=config.pipeline.shared_memory,
             backend=config.pipeline.backend,
+            share_gpu=config.pipeline.share_gpu,
             start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
             forwarded=SIGNALS,
         )

@@ -5,8 +5,8 @@ gather over stages, a sum over the replicas of the stage, and a place to leave w
 `ProcessTransport` over torch.distributed (gloo on CPU, with shared memory between processes of one machine; NCCL on
 CUDA) and, in threads.py, `ThreadTransport` over in-process queues (tests, several stages on one GPU).
 
-A link over torch.distributed has a process group of its own: NCCL ignores message tags, so order within a group is all
-there is, and a receive posted early in a shared group could stand before a send it depends on.
+A link over gloo has a process group of its own, so that order within it is all that counts. Everything over NCCL is in
+nccl.py, with the rules that keep it from hanging.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,13 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .link import Link, Message, Spec, Waiting, peer_lost
+from .nccl import FOREVER, LINK_BLOCKS, Circle, NcclLink, Wire, prepare_environment
+from .nccl import new_group as new_nccl_group
 from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
 from .staging import StagedLink, to_host
+from .watchdog import Watchdog
 
 FAILURE = "failure"
 """The key of the first word of one, in the store."""
 _HEADER_LENGTH = 256
 _BUCKET_BYTES = 2**20
+_PIECE_ELEMENTS = 2**22
+"""Of a tied gradient: enough to keep a link busy, and 16 MiB in float32."""
 
 
 class Gathering(ABC):
@@ -73,6 +78,18 @@ class Transport(ABC):
         """Starts to collect a tensor of one shape from each of `stages`. All of them call it, and wait for what comes
         of it, in the same order."""
 
+    def add_stages(
+        self, tensor: Tensor, stages: tuple[int, ...], waiting: Waiting, dtype: torch.dtype | None = None
+    ) -> None:
+        """Adds up, in place and in the order of the stages, what each of `stages` has, in pieces, so that little memory
+        is needed. All of them call it, in the same order. dtype: that the pieces travel in; None: the tensor's own."""
+        flat = tensor.view(-1)
+        for piece in flat.split(_PIECE_ELEMENTS):
+            first, *others = self.gather(piece.to(dtype or piece.dtype, copy=True), stages).wait(waiting)
+            piece.copy_(first)
+            for other in others:
+                piece += other
+
     @abstractmethod
     def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
         """Starts to add up, in place, what the replicas of this stage have. All of them call it, in the same order. The
@@ -91,6 +108,10 @@ class Transport(ABC):
     @abstractmethod
     def fail(self, message: str) -> str:
         """Leaves word of a failure for all stages. The first word stands: it is returned."""
+
+    def limit(self, what: Waiting) -> AbstractContextManager[None]:
+        """Around what a stage does between two waits: where that may never return, somebody looks after it."""
+        return nullcontext()
 
     @abstractmethod
     def flush(self) -> None:
@@ -210,6 +231,23 @@ class ProcessGathering(Gathering):
 
 
 @dataclass(frozen=True)
+class CircleGathering(Gathering):
+    """Over NCCL."""
+
+    circle: Circle
+    tensor: Tensor
+    num_stages: int
+
+    def wait(self, waiting: Waiting) -> list[Tensor]:
+        flat = self.tensor.contiguous().view(-1)
+        gathered = flat.new_empty(self.num_stages * flat.numel())
+        self.circle.run(
+            lambda: [dist.all_gather_into_tensor(gathered, flat, group=self.circle.group, async_op=True)], waiting
+        )
+        return [part.view_as(self.tensor) for part in gathered.chunk(self.num_stages)]
+
+
+@dataclass(frozen=True)
 class AssemblyGathering(Gathering):
     assembly: Assembly
     tensor: Tensor
@@ -236,13 +274,22 @@ class Bucket:
 
 class ReplicaExchange(Exchange):
     def __init__(
-        self, transport: ProcessTransport, buckets: Sequence[Bucket], start: Callable[[Bucket], Any], receives: bool
+        self,
+        transport: ProcessTransport,
+        buckets: Sequence[Bucket],
+        start: Callable[[Bucket], Any],
+        receives: bool,
+        circle: Circle | None,
     ) -> None:
-        """receives: whether the replicas that do not own a bucket are those that get it."""
+        """receives: whether the replicas that do not own a bucket are those that get it. circle: over NCCL, where
+        nothing starts before all replicas wait for it."""
         self._transport, self._buckets, self._receives = transport, buckets, receives
-        self._works = [present(start(bucket)) for bucket in buckets]
+        self._circle, self._start = circle, start
+        self._works = [present(start(bucket)) for bucket in buckets] if circle is None else []
 
     def wait(self, waiting: Waiting) -> None:
+        if self._circle is not None:
+            self._circle.run(lambda: [self._start(bucket) for bucket in self._buckets], waiting)
         for work in self._works:
             self._transport.wait(work, waiting, None)
         for bucket in self._buckets:
@@ -327,9 +374,11 @@ class ProcessTransport(Transport):
         backend: str = "auto",
         is_staged: bool | None = None,
         failures: dist.Store | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """backend: auto is NCCL between GPUs and gloo between CPUs. is_staged: messages go through the hosts' memory;
         None: if the backend cannot reach a GPU's. failures: where to leave word of one; None: in the store."""
+        self._watchdog = watchdog
         self._backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
         self._is_staged = (device.type == "cuda" and self._backend == "gloo") if is_staged is None else is_staged
         self.store, self._failures, self._rank, self._mesh = store, failures or store, rank, mesh
@@ -338,27 +387,43 @@ class ProcessTransport(Transport):
         self.device, self.timeout_seconds = device, timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
         self._num_joined = 0
-        self._links: list[ProcessLink | SharedMemoryLink | StagedLink] = []
+        self._links: list[ProcessLink | SharedMemoryLink | StagedLink | NcclLink] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._circles: dict[tuple[int, ...], Circle] = {}
+        """By stages: those that hold tied weights, over NCCL."""
         self._assembly: Assembly | None = None
-        self._replicas: dist.ProcessGroup | None = None
-        self._sharing: dist.ProcessGroup | None = None
+        self._replicas: dist.ProcessGroup | Circle | None = None
+        self._sharing: dist.ProcessGroup | Circle | None = None
+        if self._backend == "nccl":
+            prepare_environment()
+            self._join()
         is_local = shared_memory and device.type == "cpu"
         ends: dict[int, Ends] = {}
         if is_local:
             ends = connect(self._store_of(self.replica), self.stage, self.num_stages, timeout_seconds)
-        for replica in range(mesh.num_replicas):
-            self._open_edges(replica, ends, is_local)
-        if mesh.num_replicas > 1:
-            self._replicas = self._group_of_replicas()
+        with self.limit(lambda: "the making of its connections with the other stages"):
+            for replica in range(mesh.num_replicas):
+                self._open_edges(replica, ends, is_local)
+            if mesh.num_replicas > 1:
+                self._replicas = self._group_of_replicas()
 
-    def _group_of_replicas(self) -> dist.ProcessGroup:
+    def _group_of_replicas(self) -> dist.ProcessGroup | Circle:
         """This stage's; every process makes those of all stages."""
         groups = []
         for stage in range(self.num_stages):
             ranks = tuple(self._mesh.rank(replica, stage) for replica in range(self.num_replicas))
-            groups.append(self._new_group(ranks, self._backend))
-        return groups[self.stage]
+            groups.append(self._new_circle(ranks) if self._backend == "nccl" else self._new_group(ranks, self._backend))
+        return present(groups[self.stage])
+
+    def _new_circle(self, ranks: tuple[int, ...], max_blocks: int | None = None) -> Circle | None:
+        """None: this process is not among the ranks."""
+        hosts = self._new_group(ranks, "gloo")
+        group = new_nccl_group(ranks, self.device, max_blocks)
+        if self._rank not in ranks:
+            return None
+        circle = Circle(group, hosts, ranks, self._rank, self.stage, self.device, self.timeout_seconds)
+        circle.connect()
+        return circle
 
     def _store_of(self, replica: int) -> dist.Store:
         return dist.PrefixStore(f"replica {replica}", self.store)
@@ -368,18 +433,26 @@ class ProcessTransport(Transport):
         group is made by all of them."""
         store, is_own = self._store_of(replica), replica == self.replica
         is_shared = shared_edges(store, self.num_stages) if is_local else [False] * (self.num_stages - 1)
-        for edge in range(self.num_stages - 1):
+        # Edges that have no stage in common are opened at the same time.
+        for edge in sorted(range(self.num_stages - 1), key=lambda edge: edge % 2):
             ranks = self._mesh.rank(replica, edge), self._mesh.rank(replica, edge + 1)
-            groups = [] if is_shared[edge] else [self._new_group(ranks, self._backend) for _ in range(2)]
-            if not is_own or self.stage not in (edge, edge + 1):
-                continue
+            is_end = is_own and self.stage in (edge, edge + 1)
             peer = 2 * edge + 1 - self.stage
-            forward, backward = (
-                [SharedMemoryLink(e, self.stage, peer, self.timeout_seconds, self._max_under_way) for e in ends[edge]]
-                if is_shared[edge]
-                else [self._link(peer, group) for group in groups]
-            )
-            self._links += [forward, backward]
+            links: Sequence[ProcessLink | SharedMemoryLink | StagedLink | NcclLink]
+            if self._backend == "nccl":
+                links = self._open_nccl_edge(ranks, peer, is_end)
+            elif is_shared[edge]:
+                links = [
+                    SharedMemoryLink(end, self.stage, peer, self.timeout_seconds, self._max_under_way)
+                    for end in (ends[edge] if is_end else ())
+                ]
+            else:
+                groups = [self._new_group(ranks, self._backend) for _ in range(2)]
+                links = [self._link(peer, group) for group in groups if is_end]
+            if not is_end:
+                continue
+            forward, backward = links
+            self._links += links
             if self.stage == edge:
                 self.forward_out, self.backward_in = forward, backward
             else:
@@ -390,6 +463,22 @@ class ProcessTransport(Transport):
             self._assembly = Assembly(meeting, self.stage, self.timeout_seconds)
         if not is_assembled or self.num_replicas > 1:
             self._open(replica, tuple(range(self.num_stages)), "gloo")
+
+    def _open_nccl_edge(self, ranks: tuple[int, int], peer: int, is_end: bool) -> Sequence[NcclLink]:
+        words = present(dist.new_group(list(ranks), backend="gloo", timeout=FOREVER))
+        groups = [new_nccl_group(ranks, self.device, LINK_BLOCKS) for _ in range(2)]
+        if not is_end:
+            return []
+        links = []
+        for direction, group in enumerate(groups):
+            is_sender = (self.stage < peer) == (direction == 0)
+            rank = self.rank_of(peer)
+            wire = Wire(words, rank, tag=direction)
+            links.append(
+                NcclLink(group, wire, self.stage, peer, rank, self.device, self.timeout_seconds, sends=is_sender)
+            )
+            links[-1].connect()
+        return links
 
     def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink | StagedLink:
         if not self._is_staged:
@@ -434,7 +523,12 @@ class ProcessTransport(Transport):
 
     def open_group(self, stages: tuple[int, ...]) -> None:
         for replica in range(self.num_replicas):
-            self._open(replica, stages, self._backend)
+            if self._backend != "nccl":
+                self._open(replica, stages, self._backend)
+                continue
+            circle = self._new_circle(tuple(self._mesh.rank(replica, stage) for stage in stages), LINK_BLOCKS)
+            if circle is not None:
+                self._circles[stages] = circle
 
     def _open(self, replica: int, stages: tuple[int, ...], backend: str) -> None:
         group = self._new_group(tuple(self._mesh.rank(replica, stage) for stage in stages), backend)
@@ -442,60 +536,63 @@ class ProcessTransport(Transport):
             self._groups[stages, backend] = group
 
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        backend = self._backend if tensor.is_cuda else "gloo"
+        if tensor.is_cuda and self._backend == "nccl":
+            return CircleGathering(self._circles[stages], tensor, len(stages))
+        backend = "gloo"
         if len(stages) == self.num_stages:
             if self._assembly is not None and tensor.nbytes * self.num_stages <= Assembly.MAX_BYTES:
                 return AssemblyGathering(self._assembly, tensor, self.num_stages)
             if (stages, backend) not in self._groups:  # only where there is one replica
                 self._open(0, stages, backend)
         group, device = self._groups[stages, backend], tensor.device
-        if backend == "gloo" and tensor.is_cuda:
+        if tensor.is_cuda:
             tensor = on_host(tensor)
         gathered = [torch.empty_like(tensor) for _ in stages]
         work = present(dist.all_gather(gathered, tensor, group=group, async_op=True))
         return ProcessGathering(self, work, tensor, gathered, device)
 
     def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None) -> None:
-        """Blocks until `work` is done: on the host for gloo, on the current stream for NCCL, which then keeps the time
-        itself (the groups' time-out)."""
+        """Blocks until `work`, over gloo, is done."""
         started = time.monotonic()
         try:
-            if self._backend == "nccl":
-                work.wait()
-            else:
-                work.wait(self._timeout)
+            work.wait(self._timeout)
         except RuntimeError as error:
             is_silent = time.monotonic() - started >= self.timeout_seconds
             raise peer_lost(self.stage, peer, self.timeout_seconds if is_silent else None, waiting) from error
 
     def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
+        group, circle = _group_and_circle(self._replicas)
+
         def start(bucket: Bucket) -> Any:
             if bucket.owner is None:
-                return dist.all_reduce(bucket.flat, group=self._replicas, async_op=True)
+                return dist.all_reduce(bucket.flat, group=group, async_op=True)
             owner = self._mesh.rank(bucket.owner, self.stage)
-            return dist.reduce(bucket.flat, owner, group=self._replicas, async_op=True)
+            return dist.reduce(bucket.flat, owner, group=group, async_op=True)
 
-        return ReplicaExchange(
-            self, _buckets(tensors, owners or [None] * len(tensors), self._is_staged), start, receives=False
-        )
+        buckets = _buckets(tensors, owners or [None] * len(tensors), self._is_staged)
+        return ReplicaExchange(self, buckets, start, receives=False, circle=circle)
 
     def open_sharing(self) -> None:
         if self._sharing is None:
             self._sharing = self._group_of_replicas()
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
-        group = present(self._sharing if aside else self._replicas)
+        group, circle = _group_and_circle(self._sharing if aside else self._replicas)
 
         def start(bucket: Bucket) -> Any:
             assert bucket.owner is not None
             return dist.broadcast(bucket.flat, self._mesh.rank(bucket.owner, self.stage), group=group, async_op=True)
 
-        return ReplicaExchange(self, _buckets(tensors, owners, self._is_staged), start, receives=True)
+        return ReplicaExchange(self, _buckets(tensors, owners, self._is_staged), start, receives=True, circle=circle)
 
     def fail(self, message: str) -> str:
         if self.num_replicas > 1:
             message = f"replica {self.replica}: {message}"
         return leave_failure(self._failures, message)
+
+    def limit(self, what: Waiting) -> AbstractContextManager[None]:
+        # What is waited for in Python ends a moment earlier, with a message of its own.
+        return nullcontext() if self._watchdog is None else self._watchdog.limit(self.timeout_seconds + 2, what)
 
     def flush(self) -> None:
         for link in self._links:
@@ -507,7 +604,13 @@ class ProcessTransport(Transport):
         if self._assembly is not None:
             self._assembly.close()
         if dist.is_initialized():
+            if self._backend == "nccl":  # its communicators are taken down by all of their members together
+                self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: "the others to leave", None)
             dist.destroy_process_group()
+
+
+def _group_and_circle(group: dist.ProcessGroup | Circle | None) -> tuple[dist.ProcessGroup, Circle | None]:
+    return (group.group, group) if isinstance(group, Circle) else (present(group), None)
 
 
 def leave_failure(store: dist.Store, message: str) -> str:

@@ -33,6 +33,7 @@ from .comm import Mesh, ProcessTransport, Transport, leave_failure, on_host, pre
 from .link import PeerLost, Waiting
 from .state import StageState, merge_facts
 from .threads import ThreadTransport, ThreadWorld
+from .watchdog import Watchdog
 
 LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.001, 0.03
 """Between two looks for a word: of those that work, and of those that stand by."""
@@ -235,6 +236,8 @@ class ProcessCrew(Crew):
     ) -> None:
         super().__init__(dist.PrefixStore("crew", store), rank, size, timeout_seconds, is_close)
         self._common_store, self._device = store, device
+        is_watched = device.type == "cuda" and size > 1
+        self._watchdog = Watchdog(lambda: self.name, self.failure, self.fail) if is_watched else None
         self._shared_memory, self._backend = shared_memory, backend
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
@@ -248,7 +251,13 @@ class ProcessCrew(Crew):
             self._shared_memory,
             self._backend,
             failures=self._common_store,
+            watchdog=self._watchdog,
         )
+
+    def close(self) -> None:
+        """After the last shape."""
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def failure(self) -> str | None:
         return read_failure(self._common_store)

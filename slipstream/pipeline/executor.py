@@ -26,7 +26,7 @@ from .partition import Tied
 from .reduction import Finished, Reducer, Requests, Sums
 from .sharding import gather_masters, share
 from .staging import copy_to_host
-from .streams import Event, Streams
+from .streams import Event, Streams, await_device, fetch
 from .update import Updater
 from .versions import WeightVersions
 
@@ -189,6 +189,7 @@ class Executor:
                     if self._is_stopped():
                         break
                 self._transport.flush()
+            self._await_the_end()
             self.clock.finish()
         except PeerLost as lost:
             raise PipelineError(self._transport.fail(str(lost))) from lost
@@ -204,6 +205,11 @@ class Executor:
             raise
         finally:
             self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _await_the_end(self) -> None:
+        if self._device.type == "cuda":
+            transport = self._transport
+            await_device(transport.stage, transport.timeout_seconds, lambda: "the end of the run")
 
     def _await_all_stages(self) -> None:
         """Every stage comes to the same verdict, but the last of them needs messages of the first to get there."""
@@ -249,7 +255,7 @@ class Executor:
 
     def _play(self, action: Action) -> StepReport | EvaluationReport | None:
         self.action = action
-        with self._streams.computing():
+        with self._transport.limit(lambda: str(action)), self._streams.computing():
             return self._handlers[action.op](action)
 
     def _expect(self, action: Action) -> None:
@@ -463,6 +469,9 @@ class Executor:
         self._unevaluated.discard(action.version - 1)
         self._evaluated = None
         total, self._evaluation_loss = self._evaluation_loss, None
+        if total is not None:
+            waiting = lambda: f"the loss of {action}"  # noqa: E731
+            total = fetch(total, self._transport.stage, self._transport.timeout_seconds, waiting)
         return EvaluationReport(action.version - 1, None if total is None else total.item())
 
     def _module_to_evaluate(self, action: Action) -> nn.Module:

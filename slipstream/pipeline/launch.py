@@ -7,6 +7,7 @@ stage that fails or dies ends all of them, with one message.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -33,6 +36,7 @@ from .comm import Mesh, Transport, read_failure
 from .crew import Crew, ProcessCrew, ThreadCrew, ThreadShapes
 from .executor import NonFiniteError, PipelineError
 from .link import PeerLost
+from .nccl import pretend_to_be_a_host
 
 Result = TypeVar("Result")
 Worker = Callable[[Transport], Result]
@@ -69,6 +73,7 @@ def launch(
     timeout_seconds: float = 300.0,
     shared_memory: bool = True,
     backend: str = "auto",
+    share_gpu: bool = False,
     start_method: str | None = None,
 ) -> list[Result]:
     """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
@@ -89,6 +94,7 @@ def launch(
         timeout_seconds=timeout_seconds,
         shared_memory=shared_memory,
         backend=backend,
+        share_gpu=share_gpu,
         start_method=start_method,
     )
 
@@ -109,6 +115,7 @@ def launch_crew(
     timeout_seconds: float = 300.0,
     shared_memory: bool = True,
     backend: str = "auto",
+    share_gpu: bool = False,
     start_method: str | None = None,
     forwarded: Sequence[signal.Signals] = (),
 ) -> list[Result]:
@@ -117,14 +124,15 @@ def launch_crew(
     mesh: of a crew that takes on no other shape; its failures are told by stages. threads: stages as threads of this
     process. shared_memory: between processes of one machine, on CPUs; without it gloo, as between machines. backend: of
     torch.distributed; auto is NCCL between GPUs and gloo between CPUs, and gloo works between GPUs as well, through
-    their hosts' memory. start_method: of processes, as multiprocessing names them. forwarded: signals that this process
+    their hosts' memory. share_gpu: processes may be more than GPUs, also over NCCL: a pipeline of GPUs to be tested on
+    one of them. start_method: of processes, as multiprocessing names them. forwarded: signals that this process
     hands on to its stages, if it is told them.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
     computed here with more than one thread."""
     device = torch.device(device)
-    terms = Terms(num_processes, mesh, device, timeout_seconds, shared_memory, backend)
+    terms = Terms(num_processes, mesh, device, timeout_seconds, shared_memory, backend, share_gpu)
     if threads:
         return _launch_threads(worker, terms)
     if under_torchrun():
@@ -142,6 +150,7 @@ class Terms:
     timeout_seconds: float
     shared_memory: bool
     backend: str = "auto"
+    share_gpu: bool = False
 
     @property
     def timeout(self) -> timedelta:
@@ -151,8 +160,12 @@ class Terms:
         return f"process {rank}" if self.mesh is None else self.mesh.name(rank)
 
     def on_gpu(self, index: int) -> Terms:
-        """With a stage's own GPU, where they compute on GPUs."""
-        return replace(self, device=torch.device("cuda", index)) if self.device.type == "cuda" else self
+        """With a stage's own GPU, where they compute on GPUs and have one each."""
+        if self.device.type != "cuda":
+            return self
+        if self.share_gpu or self.backend == "gloo":
+            index %= max(1, torch.cuda.device_count())
+        return replace(self, device=torch.device("cuda", index))
 
 
 # ---- torchrun
@@ -170,7 +183,51 @@ def _join_torchrun(worker: Member[Result], terms: Terms) -> Result:
     except (RuntimeError, ValueError) as error:
         raise StageFailure(f"stage {rank} does not find the others: {error}") from error
     own_store = dist.PrefixStore(word, store)
-    return _run_stage(worker, own_store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
+    own_store.set(f"process/{rank}", json.dumps(_identity(os.getpid())))
+    try:
+        result = _run_stage(worker, own_store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
+    except BaseException:
+        _end_the_silent(own_store, _await_leave(own_store, rank, world_size, GRACE_SECONDS))
+        raise
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # It keeps the store, and leaves last: the others may still have something to say or to read.
+        _await_leave(own_store, rank, world_size, terms.timeout_seconds)
+    else:
+        own_store.set(f"left/{rank}", "")
+    return result
+
+
+def _await_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
+    """Says that this process leaves, and waits for the others to say the same. Returns those that did not."""
+    missing = set(range(world_size)) - {rank}
+    deadline = time.monotonic() + timeout_seconds
+    with suppress(RuntimeError, ValueError):  # the store may be gone with the process that kept it
+        store.set(f"left/{rank}", "")
+        while missing and time.monotonic() < deadline:
+            missing = {other for other in missing if not store.check([f"left/{other}"])}
+            time.sleep(MEETING_PAUSE)
+    return sorted(missing)
+
+
+def _end_the_silent(store: dist.Store, ranks: Sequence[int]) -> None:
+    """Kills processes of a run that has failed, if they are on this machine and have not left by themselves: one that
+    is stopped would never hear of it."""
+    with suppress(RuntimeError, ValueError):
+        for rank in ranks:
+            identity = json.loads(store.get(f"process/{rank}"))
+            if identity is not None and identity == _identity(identity[0]):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(identity[0], signal.SIGKILL)
+
+
+def _identity(pid: int) -> list[int | str] | None:
+    """The process, when it was started and on which machine: the number alone may be another's by now. None: nobody can
+    tell."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return [pid, started, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    except OSError:
+        return None
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
@@ -204,6 +261,10 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
 
 def _run_stage(worker: Member[Result], store: dist.Store, rank: int, terms: Terms) -> Result:
     if terms.device.type == "cuda":
+        if terms.share_gpu:
+            pretend_to_be_a_host(rank)
+        # Of autograd's threads, each of which begins without one.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         torch.cuda.set_device(terms.device)
     crew = ProcessCrew(
         dist.PrefixStore("slipstream", store),
@@ -225,6 +286,7 @@ def _run_stage(worker: Member[Result], store: dist.Store, rank: int, terms: Term
         first = crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}")
         raise StageFailure(first, traceback.format_exc()) from error
     crew.leave()
+    crew.close()
     return result
 
 
@@ -312,8 +374,7 @@ def _process_main(worker: Member[Any], rank: int, terms: Terms, pipe: Connection
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=terms.timeout)
-        own = terms.on_gpu(rank % max(1, torch.cuda.device_count()))
-        result = _run_stage(worker, store, rank, own)
+        result = _run_stage(worker, store, rank, terms.on_gpu(rank))
         pipe.send(("result", pickle.dumps(result), ""))
     except StageFailure as failure:
         pipe.send(("failure", str(failure), failure.details))

@@ -22,6 +22,7 @@ from torch import Tensor
 from .clock import Activity, TimeSplit
 from .comm import Transport, Waiting
 from .partition import Tied
+from .streams import fetch
 
 NUM_PRODUCTS = 3
 NUM_TIMES = 1 + len(Activity)
@@ -94,7 +95,7 @@ class Reducer:
     owners: Mapping[str, int] | None = None
     """Of every parameter, the replica that steps it; None: all do."""
     dtype: torch.dtype | None = None
-    """That gradients of replicas are summed in; None: that of the gradients."""
+    """That gradients of replicas are summed in, and those of tied weights exchanged in; None: that of the gradients."""
 
     def reduce(self, finished: Finished, waiting: Waiting) -> Sums:
         """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
@@ -103,21 +104,15 @@ class Reducer:
         requests = _as_numbers(finished.requests, finished.products.device)
         if self.transport.num_replicas > 1:
             self._add_replicas(finished, requests, waiting)
-        gathers = [
-            (name, self.transport.gather(finished.gradients[name].clone(), tied.stages))
-            for name, tied in self.tied.items()
-            if self._is_own(name)
-        ]
-        for name, gathering in gathers:
-            first, *others = gathering.wait(waiting)
-            total = finished.gradients[name].copy_(first)
-            for other in others:
-                total += other
+        for name, tied in self.tied.items():
+            if self._is_own(name):
+                gradient = finished.gradients[name] = finished.gradients[name].contiguous()
+                self.transport.add_stages(gradient, tied.stages, waiting, self.dtype)
         own = self._vector(finished, requests)
         if self.owners is not None:
             self.transport.add_replicas([own]).wait(waiting)
         times = torch.tensor([finished.utilisation, *finished.split], dtype=torch.float64)
-        vector = torch.cat([times, _to_host(own)])
+        vector = torch.cat([times, fetch(own, stage, self.transport.timeout_seconds, waiting)])
         if not self.is_global:
             return self._add_up([vector], [stage])
         everyone = tuple(range(num_stages))
@@ -185,15 +180,3 @@ def _as_numbers(requests: Requests, device: torch.device) -> Tensor:
     numbers = torch.zeros(len(requests), device=device)
     # Nearly always nothing is asked for: no reason to send that to a device.
     return torch.tensor(requests, device=device).to(numbers.dtype) if any(requests) else numbers
-
-
-def _to_host(vector: Tensor) -> Tensor:
-    """Waits for this vector alone: what has been enqueued on the device since runs on."""
-    if vector.device.type != "cuda":
-        return vector
-    host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-    host.copy_(vector, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    event.synchronize()
-    return host

@@ -6,13 +6,18 @@ batch's last backward is through, and the first forward of the new version when 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from .link import Waiting, peer_lost
+
 Event = torch.cuda.Event | None
+LOOK_SECONDS = 0.00005
+"""Between two looks at the device."""
 
 
 class Streams:
@@ -78,3 +83,25 @@ class Streams:
     def compute_after(self, event: Event) -> None:
         if self._compute is not None and event is not None:
             self._compute.wait_event(event)
+
+
+def await_device(stage: int, timeout_seconds: float, waiting: Waiting) -> None:
+    """Returns when the current stream of the device has come to this point. The host looks again and again instead of
+    waiting inside CUDA, so that signals are handled meanwhile and the wait has an end."""
+    passed = torch.cuda.Event()
+    passed.record()
+    deadline = time.monotonic() + timeout_seconds
+    while not passed.query():
+        if time.monotonic() > deadline:
+            raise peer_lost(stage, None, timeout_seconds, lambda: f"its device to get to {waiting()}")
+        time.sleep(LOOK_SECONDS)
+
+
+def fetch(tensor: Tensor, stage: int, timeout_seconds: float, waiting: Waiting) -> Tensor:
+    """Copies a tensor to the host. Waits for this copy alone: what has been enqueued on the device since runs on."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    await_device(stage, timeout_seconds, waiting)
+    return host

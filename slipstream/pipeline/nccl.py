@@ -1,0 +1,306 @@
+"""Links and sums between GPUs over NCCL, arranged so that they cannot hang.
+
+A send, a receive or a collective of NCCL is a kernel on every rank that takes part. It occupies multiprocessors and
+spins until the kernels of the others are there. Meanwhile much of CUDA may wait for the whole device: the first launch
+of a kernel, the first product of cuBLAS, memory that is freed. If such a wait keeps a rank from launching its side of
+an operation that another rank's device is spinning in, and that other rank is held up in the same way, nothing moves
+ever again. Five rules exclude it, whatever is loaded, compiled, allocated or freed at any time:
+
+1. Communicators are made and connected before the first action, in one order for all ranks, because both are meetings
+   of the hosts.
+2. An operation is launched only when what this rank gives to it is ready on its device, and when the others have said
+   the same.
+3. No stream waits for another rank. A thread of the host waits until a message has arrived or a sum is there, and only
+   then is work enqueued that needs it. So no queue of the device is ever blocked by a rank that is late.
+4. Of every operation, a rank launches its side after all lower ranks have launched theirs: "launched" means that the
+   call has returned.
+5. What hosts tell each other goes over gloo, which needs no device.
+
+Why they suffice: a kernel that spins waits for the side of a higher rank, by rule 4, or for nothing but the transfer.
+A rank that waits for its own device therefore waits, at most, for higher ranks to launch something. The highest of the
+ranks that are held up waits for a rank that is not, which launches its side; so the kernel ends, and so do, one after
+the other, the waits of all lower ranks. tests/pipeline/test_nccl_rules.py plays this with hosts that may be held up at
+any moment, through every order of events, and finds the deadlock that appears once rule 4 is left out.
+
+The rules also keep multiprocessors free: a kernel of NCCL runs for as long as its bytes take, and not for as long as
+the slower stage computes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from .link import Link, Message, Spec, Waiting, peer_lost
+from .streams import await_device
+
+FOREVER = timedelta(days=365)
+"""Time-out of groups whose waits are timed elsewhere: NCCL ends a process that exceeds its own with a core dump."""
+LINK_BLOCKS = 2
+"""Thread blocks, and so at most as many multiprocessors, that one transfer between stages may occupy."""
+_WORD_LENGTH = 256
+_END = [-1]
+_LAUNCHED = [1]
+
+
+def prepare_environment() -> None:
+    """Leaves time-outs and errors to us, and connects all algorithms when a communicator is made. Settings of the user
+    win. Call it before the first communicator."""
+    for name, value in {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+        "NCCL_RUNTIME_CONNECT": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def pretend_to_be_a_host(rank: int) -> None:
+    """Lets several ranks share a GPU, which NCCL refuses within one host. They then reach each other over sockets, as
+    hosts do. Call it before the first communicator."""
+    os.environ["NCCL_HOSTID"] = f"slipstream-{rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+
+
+def new_group(ranks: Sequence[int], device: torch.device, max_blocks: int | None) -> dist.ProcessGroup:
+    """A communicator, connected when this returns. Every rank makes every group, in the same order."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if max_blocks is not None:
+        options.config.max_ctas = max_blocks
+    with warnings.catch_warnings():  # the options have a time-out too, which has no public name and does not count
+        warnings.filterwarnings("ignore", "backend_options._timeout was specified")
+        return dist.new_group(list(ranks), backend="nccl", timeout=FOREVER, pg_options=options, device_id=device)
+
+
+class Wire:
+    """Short words between two hosts. A word may be waited for as long as it takes."""
+
+    def __init__(self, group: dist.ProcessGroup, peer_rank: int, tag: int) -> None:
+        """group: of gloo. tag: tells several wires of one group apart."""
+        self._group, self._peer, self._tag = group, peer_rank, tag
+
+    def tell(self, word: Sequence[int]) -> None:
+        padded = torch.zeros(_WORD_LENGTH, dtype=torch.int64)
+        padded[: len(word)] = torch.tensor(word)
+        dist.send(padded, self._peer, group=self._group, tag=self._tag)
+
+    def hear(self) -> list[int]:
+        word = torch.empty(_WORD_LENGTH, dtype=torch.int64)
+        dist.recv(word, self._peer, group=self._group, tag=self._tag)
+        return word.tolist()
+
+
+class NcclLink(Link):
+    """One end of one direction between two neighbours, with a thread of its own that sends, or receives."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wire: Wire,
+        stage: int,
+        peer: int,
+        peer_rank: int,
+        device: torch.device,
+        timeout_seconds: float,
+        sends: bool,
+    ) -> None:
+        """group: a communicator of the two, of this direction alone."""
+        self._group, self._wire, self._device = group, wire, device
+        self._stage, self._peer, self._peer_rank = stage, peer, peer_rank
+        self._timeout_seconds = timeout_seconds
+        self._launches_first = stage < peer
+        self._outgoing: SimpleQueue[tuple[Message, torch.cuda.Event] | None] = SimpleQueue()
+        self._arrived: SimpleQueue[Message | Exception] = SimpleQueue()
+        self._sent = threading.Condition()
+        self._num_unsent = 0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(self._send_all if sends else self._receive_all,),
+            name=f"{'to' if sends else 'from'} stage {peer}",
+            daemon=True,
+        )
+        self._sends = sends
+
+    def connect(self) -> None:
+        """Passes one number, so that both ends are connected, and starts to work."""
+        number = torch.zeros(1, device=self._device)
+        operation = dist.isend if self._sends else dist.irecv
+        work = operation(number, self._peer_rank, group=self._group)
+        assert work is not None
+        work.wait()
+        await_device(self._stage, self._timeout_seconds, lambda: f"the connection with stage {self._peer}")
+        self._thread.start()
+
+    # ---- the stage's side
+
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        self._check_sender(waiting)
+        message = tuple(tensor.contiguous() for tensor in message)
+        ready = torch.cuda.Event(blocking=True)
+        ready.record()
+        with self._sent:
+            self._num_unsent += 1
+        self._outgoing.put((message, ready))
+
+    def expect(self, kind: str) -> None:
+        """A message is received as soon as it is ready, whether or not it has been announced. The schedule bounds how
+        many there can be."""
+
+    def take(self, waiting: Waiting) -> Message:
+        try:
+            message = self._arrived.get(timeout=self._timeout_seconds)
+        except Empty:
+            raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting) from None
+        if isinstance(message, Exception):
+            raise peer_lost(self._stage, self._peer, None, waiting) from message
+        stream = torch.cuda.current_stream()
+        for tensor in message:
+            tensor.record_stream(stream)
+        return message
+
+    def flush(self) -> None:
+        with self._sent:
+            is_done = self._sent.wait_for(lambda: not self._num_unsent or self._error, self._timeout_seconds)
+        waiting = lambda: "its last messages to be taken"  # noqa: E731
+        self._check_sender(waiting)
+        if not is_done:
+            raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting)
+
+    def _check_sender(self, waiting: Waiting) -> None:
+        if self._error is not None:
+            raise peer_lost(self._stage, self._peer, None, waiting) from self._error
+
+    def close(self) -> None:
+        """After a flush. The receiving end hears of it from the sending one."""
+        if self._sends:
+            self._outgoing.put(None)
+        self._thread.join(self._timeout_seconds)
+
+    # ---- the thread's side
+
+    def _run(self, work: Callable[[], None]) -> None:
+        torch.cuda.set_device(self._device)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
+                work()
+        except Exception as error:  # for the stage, when it next asks
+            with self._sent:
+                self._error = error
+                self._sent.notify_all()
+            self._arrived.put(error)
+
+    def _send_all(self) -> None:
+        while (item := self._outgoing.get()) is not None:
+            message, ready = item
+            ready.synchronize()
+            word = Spec.of(message).encode()
+            if len(word) > _WORD_LENGTH:
+                raise ValueError(f"{len(message)} tensors are too many to pass between two layers: pass fewer")
+            if self._launches_first:
+                works = self._launch(dist.isend, message)
+                self._wire.tell(word)
+            else:
+                self._wire.tell(word)
+                self._wire.hear()
+                works = self._launch(dist.isend, message)
+            self._finish(works)
+            del item, message, works  # the sender keeps its memory no longer than it has to
+            with self._sent:
+                self._num_unsent -= 1
+                self._sent.notify_all()
+        self._wire.tell(_END)
+
+    def _receive_all(self) -> None:
+        while (word := self._wire.hear())[0] != _END[0]:
+            spec = Spec.decode(word)
+            message = tuple(torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in spec.tensors)
+            works = self._launch(dist.irecv, message)
+            if self._launches_first:
+                self._wire.tell(_LAUNCHED)
+            self._finish(works)
+            self._arrived.put(message)
+            del message, works
+
+    def _launch(self, operation: Callable[..., dist.Work | None], message: Message) -> list[dist.Work]:
+        works = [operation(tensor, self._peer_rank, group=self._group) for tensor in message]
+        return [work for work in works if work is not None]
+
+    def _finish(self, works: Sequence[dist.Work]) -> None:
+        """Waits until the transfer is over, on the host. It lasts as long as its bytes take: both sides are ready."""
+        for work in works:
+            work.wait()
+        over = torch.cuda.Event(blocking=True)
+        over.record()
+        over.synchronize()
+
+
+class Circle:
+    """Ranks that take part in collectives, one after the other. Whoever calls waits until each is over."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hosts: dist.ProcessGroup,
+        ranks: Sequence[int],
+        rank: int,
+        stage: int,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        """group: the communicator. hosts: the same ranks, over gloo. ranks: in ascending order."""
+        self.group, self._hosts, self._stage = group, hosts, stage
+        self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
+        place = sorted(ranks).index(rank)
+        self._lower = sorted(ranks)[place - 1] if place > 0 else None
+        self._higher = sorted(ranks)[place + 1] if place + 1 < len(ranks) else None
+        self._device = device
+        self._first, self._size = min(ranks), len(ranks)
+
+    def connect(self) -> None:
+        """Every kind of collective once, so that nothing is left to be set up later."""
+        number = torch.zeros(self._size, device=self._device)
+        for post in (
+            lambda: dist.all_reduce(number, group=self.group, async_op=True),
+            lambda: dist.reduce(number, self._first, group=self.group, async_op=True),
+            lambda: dist.broadcast(number, self._first, group=self.group, async_op=True),
+            lambda: dist.all_gather_into_tensor(number, number[:1].clone(), group=self.group, async_op=True),
+        ):
+            work = post()
+            assert work is not None
+            work.wait()
+        await_device(self._stage, self._timeout_seconds, lambda: "the connections between replicas or tied stages")
+
+    def run(self, launch: Callable[[], Sequence[dist.Work | None]], waiting: Waiting) -> None:
+        """Returns when what was launched is over on this rank's device. All ranks call it, in the same order."""
+        await_device(self._stage, self._timeout_seconds, waiting)
+        word = torch.zeros(1)
+        self._wait(dist.all_reduce(word, group=self._hosts, async_op=True), waiting)
+        if self._lower is not None:
+            self._wait(dist.irecv(word, self._lower, group=self._hosts), waiting)
+        works = launch()
+        if self._higher is not None:
+            self._wait(dist.isend(word, self._higher, group=self._hosts), waiting)
+        for work in works:
+            if work is not None:
+                work.wait()
+        await_device(self._stage, self._timeout_seconds, waiting)
+
+    def _wait(self, work: dist.Work | None, waiting: Waiting) -> None:
+        assert work is not None
+        started = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            is_silent = time.monotonic() - started >= self._timeout_seconds
+            raise peer_lost(self._stage, None, self._timeout_seconds if is_silent else None, waiting) from error
