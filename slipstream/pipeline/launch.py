@@ -13,12 +13,13 @@ import os
 import pickle
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -184,40 +185,56 @@ def _join_torchrun(worker: Member[Result], terms: Terms) -> Result:
         raise StageFailure(f"stage {rank} does not find the others: {error}") from error
     own_store = dist.PrefixStore(word, store)
     own_store.set(f"process/{rank}", json.dumps(_identity(os.getpid())))
+    keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_done, seconds = False, terms.timeout_seconds
     try:
         result = _run_stage(worker, own_store, rank, terms.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
-    except BaseException:
-        _end_the_silent(own_store, _await_leave(own_store, rank, world_size, GRACE_SECONDS))
+        is_done = True
+        return result
+    except PipelineError as error:  # another failed, and the rest are about to find out
+        is_done, seconds = True, GRACE_SECONDS
+        if isinstance(error.__cause__, PeerLost) and error.__cause__.is_silent:
+            _end_later(own_store, set(range(world_size)) - {rank})
         raise
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # It keeps the store, and leaves last: the others may still have something to say or to read.
-        _await_leave(own_store, rank, world_size, terms.timeout_seconds)
-    else:
-        own_store.set(f"left/{rank}", "")
-    return result
+    finally:
+        if is_done:
+            _take_leave(own_store, rank, world_size if keeps_store else 0, seconds)
 
 
-def _await_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
-    """Says that this process leaves, and waits for the others to say the same. Returns those that did not."""
-    missing = set(range(world_size)) - {rank}
+def _take_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+    """The process that keeps the store leaves last: the others may still have something to say or to read. world_size:
+    0 if that is not this one."""
     deadline = time.monotonic() + timeout_seconds
-    with suppress(RuntimeError, ValueError):  # the store may be gone with the process that kept it
+    with suppress(RuntimeError, ValueError):  # the store may be gone after all
         store.set(f"left/{rank}", "")
+        missing = set(range(1, world_size))
         while missing and time.monotonic() < deadline:
             missing = {other for other in missing if not store.check([f"left/{other}"])}
             time.sleep(MEETING_PAUSE)
-    return sorted(missing)
 
 
-def _end_the_silent(store: dist.Store, ranks: Sequence[int]) -> None:
-    """Kills processes of a run that has failed, if they are on this machine and have not left by themselves: one that
-    is stopped would never hear of it."""
-    with suppress(RuntimeError, ValueError):
-        for rank in ranks:
-            identity = json.loads(store.get(f"process/{rank}"))
-            if identity is not None and identity == _identity(identity[0]):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(identity[0], signal.SIGKILL)
+def _end_later(store: dist.Store, ranks: Collection[int]) -> None:
+    """Has those processes of a failed run killed, on this machine, that do not end by themselves: one that was stopped
+    never hears of it. A process of its own does that, because this one has to leave for the others to notice."""
+    with suppress(RuntimeError, ValueError, OSError):
+        own = _identity(os.getpid())
+        found = [json.loads(store.get(f"process/{rank}")) for rank in ranks if store.check([f"process/{rank}"])]
+        here = [identity for identity in found if identity and own and identity[-1] == own[-1]]
+        command = [sys.executable, "-c", _ENDER, str(GRACE_SECONDS), *(f"{pid}:{start}" for pid, start, _ in here)]
+        subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+_ENDER = """
+import os, signal, sys, time
+time.sleep(float(sys.argv[1]))
+for pid, start in (word.split(":") for word in sys.argv[2:]):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[19] == start:
+                os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+"""
 
 
 def _identity(pid: int) -> list[int | str] | None:

@@ -22,12 +22,16 @@ _DTYPES = (
 class PeerLost(RuntimeError):
     """Another stage is gone, or silent for too long."""
 
+    is_silent: bool = False
+
 
 def peer_lost(stage: int, peer: int | None, silent_seconds: float | None, waiting: Waiting) -> PeerLost:
     """silent_seconds: how long the peer has been silent; None if it is gone."""
     other = "another stage" if peer is None else f"stage {peer}"
     reason = f"{other} is gone" if silent_seconds is None else f"{other} has been silent for {silent_seconds:g} s"
-    return PeerLost(f"{reason}: stage {stage} was waiting for {waiting()}")
+    lost = PeerLost(f"{reason}: stage {stage} was waiting for {waiting()}")
+    lost.is_silent = silent_seconds is not None
+    return lost
 
 
 class Link(ABC):

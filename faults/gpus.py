@@ -1,0 +1,209 @@
+"""Faults in one of four ranks: is every process gone in time, with one message and the right exit code?
+
+    python -m faults.gpus                      four ranks on one GPU, over NCCL
+    python -m faults.gpus --device cpu         the same over gloo
+
+A stage is killed, stopped, raises, or runs out of memory in the middle of a run, in each way to start one: by
+slipstream itself, by torchrun, and by hand as srun does (RANK, WORLD_SIZE and MASTER_ADDR in the environment). All
+ranks must be gone within the time-out and ten seconds. Then undisturbed starts by hand: every rank must exit with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slipstream import Pipeline, launch
+from slipstream.pipeline import NonFiniteError, PipelineError, StageFailure
+from slipstream.pipeline.comm import Transport
+
+NUM_STAGES = 4
+TIMEOUT_SECONDS = 12.0
+SPARE_SECONDS = 10.0
+WIDTH = 512
+SPRINGS = ("kill", "stop", "raise", "memory")
+WAYS = ("slipstream", "torchrun", "hand")
+REASONS = {
+    "kill": r"stage \d is gone|another stage is gone|stage 1 was killed by SIGKILL",
+    "stop": rf"has been silent for {TIMEOUT_SECONDS:g} s: stage \d was waiting for|stuck for",
+    "raise": r"stage 1 failed at 1F\d+@v\d+ with ValueError: boom",
+    "memory": r"stage 1 failed at 1F\d+@v\d+ with (OutOfMemoryError|RuntimeError)",
+}
+"""What the message must say."""
+
+
+class Trap(nn.Module):
+    """Does something terrible in a certain forward, and notes when."""
+
+    def __init__(self, spring: str, folder: Path, after: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.spring, self.folder, self.left = spring, folder, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0 and self.spring:
+            (self.folder / "sprung").write_text(str(time.time()))
+            if self.spring == "raise":
+                raise ValueError("boom")
+            if self.spring == "memory":
+                torch.empty(2**50, dtype=torch.uint8, device=x.device)
+            os.kill(os.getpid(), signal.SIGKILL if self.spring == "kill" else signal.SIGSTOP)
+        outputs: Tensor = self.layer(x)
+        return outputs
+
+
+def work(transport: Transport, spring: str, folder: Path, device: str, num_steps: int) -> None:
+    (folder / f"rank{transport.stage}").write_text(str(os.getpid()))
+    springs = [spring if stage == 1 else "" for stage in range(NUM_STAGES)]
+    pipeline = Pipeline(
+        transport,
+        [Trap(each, folder, after=30) for each in springs],
+        data=lambda step, microbatch: (torch.ones(64, WIDTH), torch.zeros(64, WIDTH)),
+        loss=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        num_microbatches=NUM_STAGES,
+        num_steps=num_steps,
+        device=device,
+    )
+    for _ in pipeline.run():
+        pass
+
+
+def stage_main(given: argparse.Namespace) -> int:
+    worker = partial(
+        work, spring=given.spring, folder=given.folder, device=given.device, num_steps=400 if given.spring else 6
+    )
+    try:
+        launch(
+            worker,
+            NUM_STAGES,
+            device=given.device,
+            timeout_seconds=TIMEOUT_SECONDS,
+            share_gpu=given.device == "cuda",
+            shared_memory=False,
+        )
+    except (StageFailure, PipelineError, NonFiniteError) as failure:
+        print(f"slipstream: {' '.join(str(failure).split())}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def start(way: str, spring: str, folder: Path, device: str) -> list[subprocess.Popen[str]]:
+    own = ["-m", "faults.gpus", "--stage", "--folder", str(folder), "--spring", spring, "--device", device]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+    def process(prefix: list[str], name: str, more: dict[str, str]) -> subprocess.Popen[str]:
+        with (folder / f"{name}.log").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, *prefix, *own], env=environment | more, stdout=log, stderr=log, text=True
+            )
+
+    if way == "slipstream":
+        return [process([], "launcher", {})]
+    if way == "torchrun":
+        return [process(["-m", "torch.distributed.run", f"--nproc-per-node={NUM_STAGES}"], "torchrun", {})]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(NUM_STAGES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [process([], f"rank{r}", {"RANK": str(r), "LOCAL_RANK": str(r), **world}) for r in range(NUM_STAGES)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def stages_alive(folder: Path) -> list[int]:
+    return [pid for path in folder.glob("rank?") if is_alive(pid := int(path.read_text() or "0"))]
+
+
+def try_fault(way: str, spring: str, device: str) -> list[str]:
+    """What is wrong with it; also prints a line."""
+    faults = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        folder = Path(name)
+        processes = start(way, spring, folder, device)
+        deadline = time.monotonic() + 120
+        while not (folder / "sprung").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        began, left = time.monotonic(), list[int]()
+        while time.monotonic() - began < TIMEOUT_SECONDS + SPARE_SECONDS:
+            left = stages_alive(folder)
+            if not left and all(process.poll() is not None for process in processes):
+                break
+            time.sleep(0.1)
+        seconds = time.monotonic() - began
+        if left:
+            faults.append(f"{len(left)} ranks are left after {seconds:.0f} s")
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        codes = [process.wait(60) for process in processes]
+        expected = {1} if way != "hand" else {1, -signal.SIGKILL}
+        if not set(codes) <= expected or 1 not in codes:
+            faults.append(f"exit codes {codes}")
+        said = "\n".join(path.read_text() for path in folder.glob("*.log"))
+        messages = sorted(set(re.findall(r"^slipstream: (.*)$", said, re.MULTILINE)))
+        if not any(re.search(REASONS[spring], message) for message in messages):
+            faults.append(f"said {messages or said[-600:]}")
+        if "core dumped" in said or "terminate called" in said:
+            faults.append("a process was aborted")
+    verdict = "; ".join(faults) or "as it should be"
+    print(f"{way:11} {spring:7} {seconds:5.1f} s  {verdict}", flush=True)
+    print(f"{'':27} said: {' | '.join(messages)[:300]}", flush=True)
+    return faults
+
+
+def start_by_hand(device: str) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        began = time.monotonic()
+        processes = start("hand", "", Path(name), device)
+        try:
+            codes = [process.wait(90) for process in processes]
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.kill()
+            codes = [process.wait() for process in processes]
+        said = "\n".join(path.read_text() for path in Path(name).glob("*.log"))
+    print(f"by hand: exit codes {codes}, {time.monotonic() - began:.1f} s", flush=True)
+    return [] if not any(codes) else [f"exit codes {codes}: {said[-600:]}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m faults.gpus", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
+    parser.add_argument("--springs", nargs="*", choices=SPRINGS, default=SPRINGS)
+    parser.add_argument("--starts", type=int, default=20, help="undisturbed starts by hand")
+    parser.add_argument("--stage", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--spring", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.stage:
+        code = stage_main(given)
+        sys.stdout.flush()
+        os._exit(code)
+    faults = [fault for way in given.ways for spring in given.springs for fault in try_fault(way, spring, given.device)]
+    for _ in range(given.starts):
+        faults += start_by_hand(given.device)
+    print("WRONG: " + "; ".join(faults) if faults else "all as it should be")
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
