@@ -70,6 +70,7 @@ def launch(
     shared_memory: bool = True,
     backend: str = "auto",
     start_method: str | None = None,
+    share_gpu: bool = False,
 ) -> list[Result]:
     """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
     `Mesh`. Everything else: see `launch_crew`. Under torchrun this process is one stage of the world it is given, and
@@ -90,6 +91,7 @@ def launch(
         shared_memory=shared_memory,
         backend=backend,
         start_method=start_method,
+        share_gpu=share_gpu,
     )
 
 
@@ -111,6 +113,7 @@ def launch_crew(
     backend: str = "auto",
     start_method: str | None = None,
     forwarded: Sequence[signal.Signals] = (),
+    share_gpu: bool = False,
 ) -> list[Result]:
     """Calls `worker(crew)` in every process: for runs that change their shape, see crew.py.
 
@@ -118,13 +121,13 @@ def launch_crew(
     process. shared_memory: between processes of one machine, on CPUs; without it gloo, as between machines. backend: of
     torch.distributed; auto is NCCL between GPUs and gloo between CPUs, and gloo works between GPUs as well, through
     their hosts' memory. start_method: of processes, as multiprocessing names them. forwarded: signals that this process
-    hands on to its stages, if it is told them.
+    hands on to its stages, if it is told them. share_gpu: all processes compute on the first GPU.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
     computed here with more than one thread."""
     device = torch.device(device)
-    terms = Terms(num_processes, mesh, device, timeout_seconds, shared_memory, backend)
+    terms = Terms(num_processes, mesh, device, timeout_seconds, shared_memory, backend, share_gpu)
     if threads:
         return _launch_threads(worker, terms)
     if under_torchrun():
@@ -142,6 +145,7 @@ class Terms:
     timeout_seconds: float
     shared_memory: bool
     backend: str = "auto"
+    share_gpu: bool = False
 
     @property
     def timeout(self) -> timedelta:
@@ -312,7 +316,9 @@ def _process_main(worker: Member[Any], rank: int, terms: Terms, pipe: Connection
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=terms.timeout)
-        own = terms.on_gpu(rank % max(1, torch.cuda.device_count()))
+        if terms.share_gpu:  # NCCL wants one process to a GPU of a host, so every process is its own host
+            os.environ.update(NCCL_HOSTID=f"slice{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        own = terms.on_gpu(0 if terms.share_gpu else rank % max(1, torch.cuda.device_count()))
         result = _run_stage(worker, store, rank, own)
         pipe.send(("result", pickle.dumps(result), ""))
     except StageFailure as failure:
