@@ -58,7 +58,7 @@ class Rival:
     latency_seconds: float = 0.0
     """Injected on slipstream's links."""
     as_trained: bool = False
-    """On GPUs, slipstream: with the optimizer and the precision that `slipstream train` has by default."""
+    """On GPUs, slipstream: with its own optimizer, and masters in float32."""
 
     @property
     def engine(self) -> str:

@@ -46,6 +46,7 @@ class Gpu:
         """folder: of the service; None: there is none. target: nvidia-smi's options that name the GPU; none: all."""
         self._folder, self._target = folder, list(target)
         self._samples: dict[str, list[float]] = {name: [] for name in READINGS}
+        self._clock_mhz: int | None = None
 
     # ---- the service
 
@@ -95,6 +96,7 @@ class Gpu:
         if locked is None or locked.returncode:
             reason = "there is no nvidia-smi" if locked is None else " ".join((locked.stdout + locked.stderr).split())
             raise UsageError(f"clock = {clock_mhz} cannot be locked ({reason}): run as root, or leave clock out")
+        self._clock_mhz = clock_mhz
 
     def reset_clock(self) -> None:
         self._smi("-rgc")
@@ -118,6 +120,7 @@ class Gpu:
             "driver": next((values[0] for values in self._query("driver_version")), None),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
             "cuda": torch.version.cuda,
+            "locked_clock_mhz": self._clock_mhz,
             "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         }
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import Config
+from ..config import Config, OptimizerSection
 from ..model import ModelConfig, decoder, initialise, next_token_loss
 from ..optim import Group
 from ..parts import parameter_groups
@@ -302,11 +302,14 @@ class GpuSetting:
         )
 
 
+AS_TRAINED = Config(optimizer=OptimizerSection(newton_schulz_dtype="bfloat16"))
+
+
 def on_gpu(
     setting: GpuSetting, placement: Placement, device: torch.device, tied: bool = False, as_trained: bool = False
 ) -> Workload:
-    """A process makes its own layers alone, and on its device. as_trained: with what `slipstream train` does by
-    default, masters in float32 under working copies in bfloat16, Muon and error feedback; otherwise all in bfloat16."""
+    """A process makes its own layers alone, and on its device. as_trained: with Muon and error
+    feedback, masters and gradients in float32 and working copies in bfloat16; otherwise with AdamW, all in bfloat16."""
     config = setting.config(placement.num_processes, tied)
     with torch.device("meta"):
         model = decoder(config)
@@ -337,7 +340,7 @@ def on_gpu(
         prepare=materialise,
         activations=partial(setting.activations, device),
         num_warm_up_steps=NUM_GPU_WARM_UP_STEPS,
-        groups=parameter_groups(Config()) if as_trained else (),
+        groups=parameter_groups(AS_TRAINED) if as_trained else (),
         dtype=torch.bfloat16 if as_trained else None,
         gradient_dtype=torch.float32 if as_trained else None,
     )

@@ -11,7 +11,7 @@ import torch
 
 from slipstream import launch
 from slipstream.arguments import UsageError
-from slipstream.bench import command, world
+from slipstream.bench import command, matrix, world
 from slipstream.bench.command import bench
 from slipstream.bench.figure import draw
 from slipstream.bench.matrix import AS_TRAINED, gpu_worlds
@@ -107,10 +107,10 @@ def test_as_trained_has_masters_in_float32_and_two_groups():
 
 
 def test_more_microbatches_have_fewer_steps_and_every_world_the_same_rivals():
-    matrix = gpu_worlds(SETTING, 4, [4, 8, 16, 2], 3)
-    assert [each.num_steps for each in matrix] == [18, 11, 10, 18]
-    assert {len(each.rivals) for each in matrix} == {13}
-    assert [rival.name for rival in matrix[0].rivals if rival.as_trained] == [AS_TRAINED]
+    worlds = gpu_worlds(SETTING, 4, [4, 8, 16, 2], 3)
+    assert [each.num_steps for each in worlds] == [18, 11, 10, 18]
+    assert {len(each.rivals) for each in worlds} == {13}
+    assert [rival.name for rival in worlds[0].rivals if rival.as_trained] == [AS_TRAINED]
 
 
 def test_a_step_ends_with_its_last_backward():
@@ -180,6 +180,9 @@ def test_all_rivals_run_in_processes_that_are_spawned(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(world, "launch", launch_on_cpus)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(matrix, "GPU_NUM_STEPS", 5)
+    monkeypatch.setattr(matrix, "GPU_MIN_NUM_STEPS", 5)
     monkeypatch.setattr(command, "sliced", no_gpu)
     bench(["--device", "cuda", "--quick", "--stages", "2", "--microbatches", "4", *TINY, "--tied",
            "--output", str(tmp_path / "out")])  # fmt: skip

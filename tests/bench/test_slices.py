@@ -170,5 +170,5 @@ def test_a_daemon_that_does_not_start_is_one_sentence(tools, monkeypatch):
 
 def test_without_the_service_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="nvidia-cuda-mps-control is not installed, .*: use --no-slices"), sliced(4):
+    with pytest.raises(UsageError, match=r"nvidia-cuda-mps-control is not installed, .*: use --no-slices"), sliced(4):
         pass
