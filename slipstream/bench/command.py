@@ -74,11 +74,12 @@ def bench(arguments: list[str]) -> None:
         raise UsageError("slipstream bench starts its own processes: start it without torchrun")
     started = datetime.datetime.now(datetime.UTC)
     folder = given.output or Path("runs") / f"bench-{started:%Y%m%d-%H%M%S}"
-    _make_folder(folder)
     if given.device == "cpu":
+        _make_folder(folder)
         run_matrix(matrix, folder, with_memory=not given.quick, started=started)
         return
     with sliced(matrix[0].num_stages, given.share, given.clock, given.slices) as gpu:
+        _make_folder(folder)
         run_matrix(matrix, folder, with_memory=False, started=started, gpu=gpu)
 
 
