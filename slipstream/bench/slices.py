@@ -70,12 +70,11 @@ class Gpu:
         with suppress(OSError, ValueError):
             pids.append(int((self._folder / "pipes" / f"{CONTROL}.pid").read_text(encoding="utf-8")))
         self._ask(f"quit -t {SERVER_QUIT_SECONDS}")
-        deadline = time.monotonic() + QUIT_SECONDS
-        while any(map(_is_service, pids)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        _await_end(pids)
         for pid in filter(_is_service, pids):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        _await_end(pids)
 
     def restart(self) -> None:
         """After a process was killed, the service refuses the next ones."""
@@ -211,6 +210,12 @@ def _is_service(pid: int) -> bool:
     except OSError:
         return False
     return found is not None and found[1].startswith(CONTROL[:15]) and found[2] not in "ZX"
+
+
+def _await_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + QUIT_SECONDS
+    while any(map(_is_service, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
