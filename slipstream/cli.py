@@ -5,7 +5,7 @@
     slipstream schedule NAME --stages P --microbatches M
     slipstream plan [CONFIG.toml] --devices N --memory GIB
     slipstream profile [CONFIG.toml]
-    slipstream bench [--only emulated|real]
+    slipstream bench [--only emulated|real] [--device cuda]
     slipstream study [GRID.toml]
     slipstream report RUN ...
     slipstream timeline RUN [--start S --seconds S]

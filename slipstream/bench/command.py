@@ -5,18 +5,22 @@ from __future__ import annotations
 import datetime
 import inspect
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from ..arguments import RunFailure, UsageError, parse
 from ..metrics import Screen, finite
 from ..pipeline import under_torchrun
 from .figure import draw
-from .matrix import REAL_STAGES, Extent, total_seconds, worlds
+from .matrix import GPU_STAGES, REAL_STAGES, Extent, gpu_worlds, total_seconds, worlds
 from .memory import peak_memory
 from .progress import Bar, minutes
-from .results import Row, document, markdown, rows_of, summary, table_of
+from .results import Row, document, markdown, notes_of, rows_of, summary, table_of
+from .slices import Gpu, sliced
+from .workloads import HEAD_DIM, GpuSetting
 from .world import Outcome, World, compete
 
 MAX_STAGES = 32
@@ -30,28 +34,96 @@ class BenchArguments:
 
     only: Literal["emulated", "real"] | None = None
     """emulated: stages that sleep, which show the schedule. real: a small decoder on two stages. Both if left out."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: a decoder on GPUs. By default one GPU is shared out among all stages, through CUDA's MPS."""
     stages: tuple[int, ...] = ()
-    """Numbers of emulated stages; 2 4 8 if left out."""
+    """Numbers of emulated stages; 2 4 8 if left out. cuda: one number; 4 if left out."""
     rounds: int | None = None
     """How often every rival runs; 3 if left out."""
     quick: bool = False
-    """Two stages, as many microbatches, one round and no memory: to see that it works, in half a minute."""
+    """Two stages, as many microbatches, one round and no memory: to see that it works, in half a minute. cuda: as many
+    microbatches as stages, and one round."""
     output: Path | None = None
     """Folder to write; a new one below runs/ if left out."""
+    microbatches: tuple[int, ...] = ()
+    """cuda: numbers of microbatches to a step; 1, 2 and 4 times the stages if left out."""
+    share: int | None = None
+    """cuda: percent of the GPU's multiprocessors for each stage; an even part if left out."""
+    clock: int | None = None
+    """cuda: MHz that the GPU's clock is locked at meanwhile, which takes root; it is left alone if left out."""
+    slices: bool = True
+    """cuda: share one GPU among all stages. Without, every stage has a GPU."""
+    dim: int = GpuSetting.dim
+    """cuda: width of the decoder, a multiple of 128."""
+    blocks: int = GpuSetting.blocks
+    """cuda: blocks of a stage, an even number."""
+    sequence_length: int = GpuSetting.sequence_length
+    """cuda: tokens of a sequence."""
+    batch: int = GpuSetting.batch
+    """cuda: sequences to a microbatch."""
+    vocabulary: int = GpuSetting.vocabulary
+    """cuda: entries of the vocabulary."""
+    tied: bool = GpuSetting.tied
+    """cuda: embedding and head share a weight, in rows that can."""
 
 
 def bench(arguments: list[str]) -> None:
     given = parse(BenchArguments, arguments, "slipstream bench", inspect.getdoc(BenchArguments) or "")
-    extent = _extent(given)
+    matrix = _gpu_matrix(given) if given.device == "cuda" else worlds(_extent(given))
     if under_torchrun():
         raise UsageError("slipstream bench starts its own processes: start it without torchrun")
     started = datetime.datetime.now(datetime.UTC)
     folder = given.output or Path("runs") / f"bench-{started:%Y%m%d-%H%M%S}"
-    _make_folder(folder)
-    run_matrix(worlds(extent), folder, with_memory=not given.quick, started=started)
+    if given.device == "cpu":
+        _make_folder(folder)
+        run_matrix(matrix, folder, with_memory=not given.quick, started=started)
+        return
+    with sliced(matrix[0].num_stages, given.share, given.clock, given.slices) as gpu:
+        _make_folder(folder)
+        run_matrix(matrix, folder, with_memory=False, started=started, gpu=gpu)
+
+
+def _gpu_matrix(given: BenchArguments) -> list[World]:
+    if given.only is not None:
+        raise UsageError(f"only = {given.only!r} is for device = 'cpu': leave it out, or use device = 'cpu'")
+    if len(given.stages) > 1:
+        raise UsageError(f"stages = {' '.join(map(str, given.stages))} is more than one number: give one on cuda")
+    [num_stages] = given.stages or (GPU_STAGES,)
+    if not 2 <= num_stages <= MAX_STAGES:
+        raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
+    for name in ("rounds", "clock", "sequence_length", "batch", "vocabulary"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise UsageError(f"{name} = {value} measures nothing: use 1 or more")
+    if any(m < 1 for m in given.microbatches):
+        raise UsageError(f"microbatches = {' '.join(map(str, given.microbatches))} has less than 1: use 1 or more")
+    if given.dim < 1 or given.dim % HEAD_DIM:
+        raise UsageError(f"dim = {given.dim} is not made of heads of {HEAD_DIM}: use a multiple of {HEAD_DIM}")
+    if given.blocks < 2 or given.blocks % 2:
+        raise UsageError(f"blocks = {given.blocks} cannot be cut into two equal chunks: use an even number")
+    if given.share is not None and not given.slices:
+        raise UsageError(f"share = {given.share} is of a GPU that stages share: leave it out, or leave out --no-slices")
+    if given.share is not None and not 1 <= given.share <= 100:
+        raise UsageError(f"share = {given.share} is no part of a GPU: use 1 to 100 percent")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 1:
+        raise UsageError("device = 'cuda' finds no CUDA device here: use device = 'cpu'")
+    if not given.slices and num_gpus < num_stages:
+        raise UsageError(
+            f"stages = {num_stages} need a GPU each without slices, and there are {num_gpus}: leave out --no-slices, "
+            "or use fewer stages"
+        )
+    sizes = {name: getattr(given, name) for name in (f.name for f in fields(GpuSetting)) if name != "share"}
+    setting = GpuSetting(**sizes, share=(given.share or 100 // num_stages) if given.slices else None)
+    factors = (1,) if given.quick else (1, 2, 4)
+    microbatches = given.microbatches or tuple(factor * num_stages for factor in factors)
+    return gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), given.rounds or (1 if given.quick else 3))
 
 
 def _extent(given: BenchArguments) -> Extent:
+    defaults = asdict(BenchArguments())
+    for name in ("microbatches", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
+        if getattr(given, name) != defaults[name]:
+            raise UsageError(f"{name} = {getattr(given, name)} is for GPUs: leave it out, or use device = 'cuda'")
     for num_stages in given.stages:
         if not 2 <= num_stages <= MAX_STAGES:
             raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
@@ -88,23 +160,32 @@ class Finished:
     worlds: list[World] = field(default_factory=list)
     outcomes: list[list[Outcome]] = field(default_factory=list)
     rows: list[list[Row]] = field(default_factory=list)
+    notes: list[list[str]] = field(default_factory=list)
+    gpu: dict[str, Any] | None = None
+    """What is known of it, and its clock and power in every world."""
 
 
-def run_matrix(matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime) -> Finished:
+def run_matrix(
+    matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime, gpu: Gpu | None = None
+) -> Finished:
     """Everything that is finished is written after every world, so an interrupt loses one of them."""
     screen = Screen()
     guess = minutes(sum(map(total_seconds, matrix)))
     screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, which may take {guess}; writing {folder}")
-    finished = Finished()
+    finished = Finished(gpu=None if gpu is None else {**gpu.describe(), "readings": []})
     for index, world in enumerate(matrix):
-        outcomes = compete(world, Bar(matrix, index))
+        outcomes = compete(world, Bar(matrix, index), *([] if gpu is None else [gpu.restart]))
+        readings = {} if gpu is None else gpu.take_readings()
         screen.show_cursor()  # a stage that failed had no time to
         wants_memory = with_memory and world.workload == "real"
-        memory = _memory(world, outcomes, screen) if wants_memory else [None] * len(outcomes)
+        memory = _memory(world, outcomes, screen) if wants_memory else [_gpu_memory(each) for each in outcomes]
         finished.worlds.append(world)
         finished.outcomes.append(outcomes)
         finished.rows.append(rows_of(world, outcomes, memory))
-        screen.print(table_of(world, finished.rows[-1]))
+        finished.notes.append(notes_of(world, outcomes, readings))
+        if finished.gpu is not None:
+            finished.gpu["readings"].append({name: asdict(spread) for name, spread in readings.items()})
+        screen.print(table_of(world, finished.rows[-1], finished.notes[-1]))
         written = _write(finished, folder, started)
     screen.print("\n".join([*summary(finished.worlds, finished.rows), f"{folder}: {', '.join(written)}"]))
     if not any(row.step_seconds for of_world in finished.rows for row in of_world):
@@ -121,9 +202,14 @@ def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[list[
     return memory
 
 
+def _gpu_memory(outcome: Outcome) -> list[int] | None:
+    """By round; on a CPU it takes worlds of their own to know."""
+    return [each.memory_bytes for each in outcome.rounds if each.memory_bytes is not None] or None
+
+
 def _write(finished: Finished, folder: Path, started: datetime.datetime) -> list[str]:
-    everything = document(finished.worlds, finished.outcomes, finished.rows, started)
+    everything = document(finished.worlds, finished.outcomes, finished.rows, started, finished.gpu)
     (folder / "results.json").write_text(json.dumps(finite(everything), indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(markdown(finished.worlds, finished.rows), encoding="utf-8")
+    (folder / "table.md").write_text(markdown(finished.worlds, finished.rows, finished.notes), encoding="utf-8")
     drawn = draw(finished.worlds, finished.rows, folder / "figure.png")
     return ["results.json", "table.md", *(["figure.png"] if drawn else [])]

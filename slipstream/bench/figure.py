@@ -6,13 +6,14 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from .matrix import OUR_RIVALS, TORCH_RIVALS
+from .matrix import AS_TRAINED, OUR_RIVALS, TORCH_RIVALS
 from .results import Row
 from .world import World
 
 COLOURS = {
     **dict(zip(TORCH_RIVALS, ("#c7ccd1", "#aab2b9", "#8d979f", "#727d86", "#57626b", "#3d4850"), strict=True)),
     **dict(zip(OUR_RIVALS, ("#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7"), strict=True)),
+    AS_TRAINED: "#f0e442",
 }
 """torch in greys, slipstream in Okabe and Ito's colours."""
 IDEAL = "#d55e00"
@@ -38,15 +39,17 @@ def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> 
     figure, grid = pyplot.subplots(
         len(panels), 1, figsize=(10, 0.8 + 2.6 * len(panels)), squeeze=False, sharey=True, layout="constrained"
     )
-    width = 0.85 / len(COLOURS)
+    names = {row.name for groups in panels.values() for of_world in groups.values() for row in of_world}
+    colours = {name: colour for name, colour in COLOURS.items() if name in names}
+    width = 0.85 / len(colours)
     for axes, (name, groups) in zip(grid.flat, panels.items(), strict=True):
-        for place, (rival, colour) in enumerate(COLOURS.items()):
+        for place, (rival, colour) in enumerate(colours.items()):
             label: str | None = rival
             for group, of_world in enumerate(groups.values()):
                 row = next((row for row in of_world if row.name == rival), None)
                 if row is None or row.utilisation is None:
                     continue
-                x, spread = group + (place - (len(COLOURS) - 1) / 2) * width, row.utilisation
+                x, spread = group + (place - (len(colours) - 1) / 2) * width, row.utilisation
                 whiskers = [[spread.median - spread.lowest], [spread.highest - spread.median]]
                 axes.bar(x, spread.median, width, color=colour, label=label, yerr=whiskers, ecolor="black", capsize=1.5)
                 label = None  # once in the legend

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Queue
 
+import torch
+
 from ..pipeline.comm import Transport
 from ..pipeline.link import Link, Message, Waiting
 from .workloads import sleep_precisely
@@ -84,14 +86,20 @@ def message_seconds(transport: Transport, message: Message) -> float:
             started = time.perf_counter()
         if not is_first:
             transport.forward_in.expect("ping")
-            transport.forward_in.take(lambda: "a ping")
+            _arrived(transport.forward_in.take(lambda: "a ping"))
         if not is_last:
             transport.forward_out.send("ping", message, lambda: "a ping to be taken")
             transport.backward_in.expect("ping")
-            transport.backward_in.take(lambda: "the echo of a ping")
+            _arrived(transport.backward_in.take(lambda: "the echo of a ping"))
         if not is_first:
             transport.backward_out.send("ping", message, lambda: "the echo of a ping to be taken")
         if is_first:
             trips.append((time.perf_counter() - started) / (2 * (transport.num_stages - 1)))
     transport.flush()
     return statistics.median(trips) if is_first else 0.0
+
+
+def _arrived(message: Message) -> None:
+    """Returns when the message is there: on CUDA it may be taken while it is still to come."""
+    if message[0].is_cuda:
+        torch.cuda.current_stream().synchronize()

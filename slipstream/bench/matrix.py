@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .rivals import BARE_LOOP, Rival
-from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, SLOW_FACTOR
+from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_GPU_WARM_UP_STEPS, SLOW_FACTOR, GpuSetting
 from .world import World
 
 LATENCY_SECONDS = 0.003
@@ -16,6 +16,11 @@ QUICK_NUM_STEPS = 5
 REAL_STAGES = 2
 REAL_SECONDS = 0.08
 """About what a real microbatch takes on both stages together, only to guess how long a run will be."""
+GPU_STAGES = 4
+GPU_NUM_STEPS, GPU_MIN_NUM_STEPS = 15, 7
+"""Of a run at m = P, and of one with many more microbatches, after the warm-up."""
+GPU_FLOPS, GPU_TURN_SECONDS = 1e14, 4.0
+"""Of a process, and what a turn takes before its first step: only to guess how long a run will be."""
 
 TORCH_RIVALS = {
     "torch GPipe": "ScheduleGPipe",
@@ -32,6 +37,7 @@ OUR_RIVALS = {
     "slipstream pipedream": ("pipedream", "minimum"),
     "slipstream paci": ("paci", "minimum"),
 }
+AS_TRAINED = "slipstream two_bw as trained"
 
 
 @dataclass(frozen=True)
@@ -70,14 +76,32 @@ def _world(
     unbalanced: bool = False,
     latency_seconds: float = 0.0,
 ) -> World:
-    bare = Rival(BARE_LOOP, num_microbatches)
+    ours = _ours(num_microbatches, latency_seconds)
+    rivals = ours if latency_seconds else [*_others(num_microbatches), *ours]
+    return World(workload, num_stages, tuple(rivals), extent.num_rounds, num_steps, unbalanced)
+
+
+def _others(num_microbatches: int) -> list[Rival]:
     theirs = [Rival(name, num_microbatches, schedule) for name, schedule in TORCH_RIVALS.items()]
-    ours = [
+    return [Rival(BARE_LOOP, num_microbatches), *theirs]
+
+
+def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Rival]:
+    return [
         Rival(name, num_microbatches, schedule, depth, latency_seconds=latency_seconds)
         for name, (schedule, depth) in OUR_RIVALS.items()
     ]
-    rivals = ours if latency_seconds else [bare, *theirs, *ours]
-    return World(workload, num_stages, tuple(rivals), extent.num_rounds, num_steps, unbalanced)
+
+
+def gpu_worlds(setting: GpuSetting, num_stages: int, microbatches: Sequence[int], num_rounds: int) -> list[World]:
+    """One for each number of microbatches."""
+    matrix = []
+    for m in microbatches:
+        rivals = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
+        num_steps = NUM_GPU_WARM_UP_STEPS + max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m))
+        num_steps = min(num_steps, NUM_GPU_WARM_UP_STEPS + GPU_NUM_STEPS)
+        matrix.append(World("cuda", num_stages, tuple(rivals), num_rounds, num_steps, gpu=setting))
+    return matrix
 
 
 def title(world: World) -> str:
@@ -88,6 +112,8 @@ def title(world: World) -> str:
         f"m = {first.num_microbatches}",
         f"one process x {SLOW_FACTOR:g}" if world.unbalanced else "equal processes",
     ]
+    if world.gpu is not None:
+        parts[-1] = "a GPU each" if world.gpu.share is None else f"{world.gpu.share} % of one GPU each"
     if first.latency_seconds:
         parts.append(f"{1000 * first.latency_seconds:g} ms links")
     return ", ".join(parts)
@@ -95,6 +121,10 @@ def title(world: World) -> str:
 
 def guessed_seconds(world: World, rival: Rival) -> float:
     """Of one turn of a rival: only for the progress bar."""
+    if world.gpu is not None:
+        weights = world.gpu.blocks * 12 * world.gpu.dim**2
+        seconds = 6 * weights * world.gpu.tokens_per_microbatch / GPU_FLOPS
+        return GPU_TURN_SECONDS + seconds * rival.num_microbatches * world.num_steps
     seconds = FORWARD_SECONDS + BACKWARD_SECONDS if world.workload == "emulated" else REAL_SECONDS
     num_steps = world.num_steps + (world.num_stages - 2 if rival.schedule == "pipedream" else 0)
     bubble = 1.0 if rival.schedule in ("", "two_bw", "pipedream", "paci") else 1.4

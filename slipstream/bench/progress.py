@@ -1,4 +1,5 @@
-"""A bar over the whole matrix, drawn on stage 0 between two turns: a thread that draws would cost a rival time."""
+"""A bar over the whole matrix, drawn on stage 0 between two turns: a thread that draws would cost a rival time. With
+GPUs, the process that started the stages draws it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from .world import Turn, World
 
 
 class Bar:
-    """Called with a turn before it, and with None after the last one of a world. It goes to stage 0 with its world, and
-    starts to draw there."""
+    """Called with a turn before it, and with None after the last one of a world. It draws where it is called."""
 
     def __init__(self, matrix: Sequence[World], index: int) -> None:
         self._world = matrix[index]

@@ -6,16 +6,19 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from .matrix import title
+from .rivals import TYING
 from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
-from .workloads import SEQUENCE_LENGTH
 from .world import Outcome, World
+
+YARDSTICK = "torch 1F1B"
+"""On GPUs, what the others' speed is compared with."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,7 @@ def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[list[int
 
 def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int] | None) -> Row:
     rival, rounds = outcome.rival, outcome.rounds
-    is_real = world.workload == "real"
-    if is_real:  # the work is what the processes need without a pipeline, in the same round
+    if world.workload != "emulated":  # the work is what the processes need without a pipeline, in the same round
         works = [each.facts["mean_stage_seconds"] for each in bare.rounds] if bare else []
     else:
         works = [nominal_seconds(rival, world)] * len(rounds)
@@ -71,7 +73,7 @@ def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int]
     differences = [p / each.seconds_per_step - 1 for p, each in zip(predictions, rounds, strict=False)]
     overheads = [statistics.fmean(stage.overhead for stage in each.costs) for each in rounds if each.costs]
     on_the_cpu = [statistics.fmean(stage.overhead_cpu for stage in each.costs) for each in rounds if each.costs]
-    units = rival.num_microbatches * (SEQUENCE_LENGTH if is_real else 1)
+    units = rival.num_microbatches * world.units_per_microbatch
     return Row(
         name=rival.name,
         step_seconds=Spread.of(outcome.seconds_per_step),
@@ -98,9 +100,15 @@ def prediction_errors(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) ->
 
 # ---- Markdown
 
+Column = tuple[str, Callable[[Row], str]]
+"""Its name, and what it says of a row."""
 
-def markdown(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) -> str:
-    tables = [table_of(world, of_world) for world, of_world in zip(worlds, rows, strict=True)]
+
+def markdown(
+    worlds: Sequence[World], rows: Sequence[Sequence[Row]], notes: Sequence[Sequence[str]] | None = None
+) -> str:
+    """notes: lines below each table."""
+    tables = [table_of(*each) for each in zip(worlds, rows, notes or [()] * len(worlds), strict=True)]
     return "\n".join([*tables, *summary(worlds, rows)]) + "\n"
 
 
@@ -111,41 +119,77 @@ def summary(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) -> list[str]
     ]
 
 
-def table_of(world: World, rows: Sequence[Row]) -> str:
-    is_real = world.workload == "real"
-    columns = [
-        "rival",
-        "tokens/s" if is_real else "microbatches/s",
-        "step, ms",
-        "lowest - highest",
-        "utilisation",
-        "lowest - highest",
-        "ideal",
-        "overhead per action, us",
-        "on the CPU",
-        "predicted step, ms",
-        "off by",
-        *(["memory, MiB"] if is_real else []),
+def table_of(world: World, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    columns = _columns(world, rows)
+    lines = [f"### {title(world)}", "", _line([name for name, _ in columns]), "|---|" + "---:|" * (len(columns) - 1)]
+    lines += [_line([cell(row) for _, cell in columns]) for row in rows]
+    below = [f"- {row.name}: {row.failure}" for row in rows if row.failure] + [f"- {note}" for note in notes]
+    return "\n".join([*lines, *(["", *below] if below else []), ""])
+
+
+def _columns(world: World, rows: Sequence[Row]) -> list[Column]:
+    is_emulated, is_gpu = world.workload == "emulated", world.gpu is not None
+    yardstick = next((row.per_second for row in rows if row.name == YARDSTICK), None)
+    unit, form, scale = ("GiB", ".1f", 2**-30) if is_gpu else ("MiB", ".0f", 2**-20)
+    speed: list[Column] = [
+        ("rival", lambda row: row.name),
+        (
+            "microbatches/s" if is_emulated else "tokens/s",
+            lambda row: _number(row.per_second, ".1f" if is_emulated else ",.0f"),
+        ),
+        ("step, ms", lambda row: _number(row.step_seconds.median if row.step_seconds else None, ".1f", scale=1000)),
+        ("lowest - highest", lambda row: _range(row.step_seconds, 1000, ".1f")),
     ]
-    lines = [f"### {title(world)}", "", _line(columns), "|---|" + "---:|" * (len(columns) - 1)]
-    for row in rows:
-        cells = [
-            row.name,
-            _number(row.per_second, ",.0f" if is_real else ".1f"),
-            _number(row.step_seconds.median if row.step_seconds else None, ".1f", scale=1000),
-            _range(row.step_seconds, 1000, ".1f"),
-            _number(row.utilisation.median if row.utilisation else None, ".3f"),
-            _range(row.utilisation, 1, ".3f"),
-            _number(row.ideal, ".3f"),
-            _number(row.overhead_seconds, ".0f", scale=1e6),
-            _number(row.overhead_cpu_seconds, ".0f", scale=1e6),
-            _number(row.predicted_seconds, ".1f", scale=1000),
-            _number(row.difference, "+.1f", " %", scale=100),
-            *([_number(row.memory_bytes, ".0f", scale=2**-20)] if is_real else []),
-        ]
-        lines.append(_line(cells))
-    failures = [f"- {row.name}: {row.failure}" for row in rows if row.failure]
-    return "\n".join([*lines, *(["", *failures] if failures else []), ""])
+    ratio: list[Column] = [
+        (
+            f"over {YARDSTICK}",
+            lambda row: _number(row.per_second / yardstick if row.per_second and yardstick else None, ".2f"),
+        )
+    ]
+    utilisation: list[Column] = [
+        ("utilisation", lambda row: _number(row.utilisation.median if row.utilisation else None, ".3f")),
+        ("lowest - highest", lambda row: _range(row.utilisation, 1, ".3f")),
+        ("ideal", lambda row: _number(row.ideal, ".3f")),
+    ]
+    overhead: list[Column] = [
+        ("overhead per action, us", lambda row: _number(row.overhead_seconds, ".0f", scale=1e6)),
+        ("on the CPU", lambda row: _number(row.overhead_cpu_seconds, ".0f", scale=1e6)),
+    ]
+    prediction: list[Column] = [
+        ("predicted step, ms", lambda row: _number(row.predicted_seconds, ".1f", scale=1000)),
+        ("off by", lambda row: _number(row.difference, "+.1f", " %", scale=100)),
+    ]
+    memory: list[Column] = [(f"memory, {unit}", lambda row: _number(row.memory_bytes, form, scale=scale))]
+    return [
+        *speed,
+        *(ratio if is_gpu else []),
+        *utilisation,
+        *([] if is_gpu else overhead),
+        *prediction,
+        *([] if is_emulated else memory),
+    ]
+
+
+def notes_of(world: World, outcomes: Sequence[Outcome], readings: Mapping[str, Spread]) -> list[str]:
+    """On GPUs: what the rows have in common."""
+    if world.gpu is None:
+        return []
+    notes = []
+    if pings := [each.message_seconds for outcome in outcomes for each in outcome.rounds if each.message_seconds]:
+        seconds, size = statistics.median(pings), world.gpu.message_bytes
+        notes.append(
+            f"Link: a message of {size / 1e6:.1f} MB takes {1000 * seconds:.2f} ms to the next process, "
+            f"{size / seconds / 1e9:.1f} GB/s."
+        )
+    for name, label, form in (("sm_clock_mhz", "Clock, MHz", ",.0f"), ("power_watts", "Power, W", ",.0f")):
+        if (spread := readings.get(name)) is not None:
+            notes.append(f"{label}: {_range(spread, 1, form)}, median {spread.median:{form}}.")
+    if world.gpu.tied:
+        notes.append(
+            f"Embedding and head share a weight in slipstream's {' and '.join(TYING)}; in all other rows they are "
+            "apart, because torch.distributed.pipelining, pipedream and paci cannot share it."
+        )
+    return notes
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -168,8 +212,9 @@ def document(
     outcomes: Sequence[Sequence[Outcome]],
     rows: Sequence[Sequence[Row]],
     started: datetime.datetime,
+    gpu: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything: settings, every round of every rival, and the rows made from them."""
+    """Everything: settings, every round of every rival, and the rows made from them. gpu: what is known of it."""
     return {
         "started": started.isoformat(timespec="seconds"),
         "machine": {
@@ -179,6 +224,7 @@ def document(
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
+        **({} if gpu is None else {"gpu": dict(gpu)}),
         "prediction_errors": prediction_errors(worlds, rows),
         "worlds": [
             {

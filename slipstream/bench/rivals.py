@@ -5,22 +5,27 @@ A rival runs some steps on one stage of a world and says when each steady step e
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from .. import Pipeline, StepReport
-from ..pipeline.clock import Activity, Clock
+from ..pipeline.clock import Activity, Clock, Span
 from ..pipeline.comm import ProcessTransport, Transport
 from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError
 from .replay import replayed_step_time
-from .workloads import WORKLOADS, Placement, Workload, work_of
+from .workloads import WORKLOADS, GpuSetting, Placement, Workload, on_gpu, work_of
 
 BARE_LOOP = "bare loop, no pipeline"
 TORCH_SHAPES = {
@@ -34,6 +39,8 @@ TORCH_SHAPES = {
 """torch's schedules by the name of their class, and how each places chunks on processes."""
 SPLITTING = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """Those that compute the gradient of a layer's input and that of its weight apart."""
+TYING = ("one_f_one_b", "two_bw")
+"""Those that can train a weight which the first and the last stage share."""
 
 
 class Refused(ValueError):
@@ -50,6 +57,8 @@ class Rival:
     clip_norm: float | None = None
     latency_seconds: float = 0.0
     """Injected on slipstream's links."""
+    as_trained: bool = False
+    """On GPUs, slipstream: with its own optimizer, and masters in float32."""
 
     @property
     def engine(self) -> str:
@@ -100,6 +109,8 @@ class StageRun:
     facts: dict[str, float] = field(default_factory=dict)
     """ideal_step: the step time of torch's own order of actions, in units of one process's work on one microbatch.
     peak_in_flight, of slipstream: most microbatches between their forward and their backward."""
+    memory_bytes: int | None = None
+    """On a GPU: the most that was allocated there."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -113,9 +124,51 @@ def steady(ends: Sequence[float], schedule: str) -> list[float]:
     return list(ends[1:-2] if has_no_flush else ends[1:])
 
 
-def run(rival: Rival, workload: str, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
+class Ticks:
+    """The moments at which steps end: by the host's clock on a CPU. On CUDA they are events of the current stream, so
+    nothing waits, and the time is the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        if not self._is_cuda:
+            self._times.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Waits for the device, where there is one."""
+        if not self._is_cuda:
+            return self._times
+        torch.cuda.synchronize()
+        return [self._events[0].elapsed_time(event) / 1000 for event in self._events]
+
+
+def run(rival: Rival, workload: str | GpuSetting, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
     """A stage of one run. Raises Refused, on every stage alike, where there is no such schedule."""
-    made = WORKLOADS[workload](rival.placement(transport.num_stages), unbalanced)
+    placement = rival.placement(transport.num_stages)
+    if isinstance(workload, str):
+        return _run(rival, WORKLOADS[workload](placement, unbalanced), unbalanced, transport, num_steps)
+    assert isinstance(transport, ProcessTransport)
+    device = transport.device
+    if device.type == "cuda":
+        gc.collect()  # a pipeline refers to itself, and the rival before must not count here
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    has_tied = workload.tied and rival.schedule in TYING
+    made = on_gpu(workload, placement, device, has_tied, rival.as_trained)
+    measured = _run(rival, made, unbalanced, transport, num_steps)
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    return replace(measured, memory_bytes=memory)
+
+
+def _run(rival: Rival, made: Workload, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
     if rival.engine == "slipstream":
         return _run_slipstream(rival, made, transport, num_steps)
     if rival.engine == "torch":
@@ -136,7 +189,7 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
         workload.model,
         data=workload.data,
         loss=workload.loss,
-        optimizer=workload.optimizer,
+        optimizer=workload.groups or workload.optimizer,
         num_microbatches=rival.num_microbatches,
         num_steps=plan.num_steps,
         schedule=rival.schedule,
@@ -144,22 +197,44 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
         clip_norm=rival.clip_norm,
         layers_per_stage=workload.sizes,
         track_alignment=False,
+        prepare=workload.prepare,
+        device=workload.device,
+        dtype=workload.dtype,
+        gradient_dtype=workload.gradient_dtype,
     )
     ends = [time.perf_counter() for report in pipeline.run() if isinstance(report, StepReport)]
+    clock, num_warm_up = pipeline.executor.clock, workload.num_warm_up_steps
+    if workload.device.type == "cuda":  # the host runs ahead
+        ends = _ends_on_device(clock.spans, rival.num_microbatches)
     facts = {"peak_in_flight": float(pipeline.executor.peak_in_flight)}
-    return StageRun(steady(ends, rival.schedule), _costs(pipeline.executor.clock, rival.num_microbatches), facts)
+    costs = _costs(clock, rival.num_microbatches, num_warm_up)
+    return StageRun(steady(ends[num_warm_up:], rival.schedule), costs, facts)
 
 
-def _costs(clock: Clock, num_microbatches: int) -> StageCosts:
+def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]:
+    """When the last backward of every step ended, in the time of the stream that computes. Updates may be made beside
+    it, so that they have no place in this time."""
+    return [
+        span.end
+        for span in spans
+        if span.activity is Activity.BACKWARD and (span.action.microbatch + 1) % num_microbatches == 0
+    ]
+
+
+def _costs(clock: Clock, num_microbatches: int, num_warm_up: int = 0) -> StageCosts:
     """Actions by their spans, those of the first two steps left out as they are from the step time; the overhead by the
-    clock's steady window."""
-    spans = [span for span in clock.spans if span.action.microbatch >= 2 * num_microbatches]
+    clock's steady window or, after a warm-up, by the time between spans."""
+    spans = [span for span in clock.spans if span.action.microbatch >= (2 + num_warm_up) * num_microbatches]
 
     def mean(activity: Activity) -> float:
         seconds = [span.end - span.start for span in spans if span.activity is activity]
         return fmean(seconds) if seconds else 0.0
 
     overhead, overhead_cpu = clock.executor_seconds_per_action if clock.num_actions else (0.0, 0.0)
+    if num_warm_up:
+        in_turn = [span for span in spans if not span.in_background]
+        num_actions = sum(span.activity.is_compute for span in in_turn)
+        overhead = sum(after.start - before.end for before, after in pairwise(in_turn)) / max(1, num_actions)
     return StageCosts(
         forward=mean(Activity.DATA) + mean(Activity.FORWARD),
         backward=mean(Activity.BACKWARD),
@@ -174,9 +249,10 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
     placement = rival.placement(transport.num_stages)
     indices = placement.chunks(transport.stage)
     modules = [workload.chunk(index) for index in indices]
-    device = torch.device("cpu")
+    assert isinstance(transport, ProcessTransport)
+    group = _nccl_group(transport) if workload.device.type == "cuda" else None
     stages = [
-        PipelineStage(module, index, placement.num_chunks, device)
+        PipelineStage(module, index, placement.num_chunks, workload.device, group=group)
         for module, index in zip(modules, indices, strict=True)
     ]
     make: Any = getattr(pipelining, rival.schedule, None)
@@ -190,7 +266,7 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
         raise Refused(f"torch says: {error}") from error
     optimizer = workload.optimizer([weight for module in modules for weight in module.parameters()])
     has_first, has_last = 0 in indices, placement.num_chunks - 1 in indices
-    ends = []
+    ticks = Ticks(workload.device)
     for step in range(num_steps):
         pairs = [workload.data(step, microbatch) for microbatch in range(rival.num_microbatches)]
         inputs = (torch.cat([x for x, _ in pairs]),) if has_first else ()
@@ -198,21 +274,32 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
         schedule.step(*inputs, **targets, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(time.perf_counter())
+        ticks.tick()
     order = getattr(schedule, "pipeline_order", None) if placement.shape != "single" else None
     ideal_step = replayed_step_time(order, placement, work_of(transport.num_stages, unbalanced)) if order else None
-    return StageRun(steady(ends, rival.schedule), facts={} if ideal_step is None else {"ideal_step": ideal_step})
+    ends = steady(ticks.seconds()[workload.num_warm_up_steps :], rival.schedule)
+    return StageRun(ends, facts={} if ideal_step is None else {"ideal_step": ideal_step})
+
+
+@cache
+def _nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
+    """Of all stages, for torch's schedules: the default group is gloo's. It is made once, because it is kept."""
+    timeout = timedelta(seconds=transport.timeout_seconds)
+    return dist.new_group(backend="nccl", timeout=timeout, device_id=transport.device)
 
 
 def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
     """The same work without a pipeline: every process runs its own layers, alone and with no message."""
     module = workload.chunk(transport.stage)
     inputs, targets = workload.data(0, 0)
-    with torch.no_grad():
-        for index in range(transport.stage):
-            inputs = workload.chunk(index)(inputs)
+    if workload.activations is not None and transport.stage > 0:
+        inputs = workload.activations()
+    else:
+        with torch.no_grad():
+            for index in range(transport.stage):
+                inputs = workload.chunk(index)(inputs)
     is_last = transport.stage == transport.num_stages - 1
-    ends = []
+    ticks = Ticks(workload.device)
     for _ in range(num_steps):
         for _ in range(rival.num_microbatches):
             own = inputs.clone().requires_grad_(inputs.is_floating_point())
@@ -221,5 +308,5 @@ def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps:
                 workload.loss(outputs, targets).backward()
             else:
                 outputs.backward(torch.ones_like(outputs))
-        ends.append(time.perf_counter())
-    return StageRun(steady(ends, rival.schedule))
+        ticks.tick()
+    return StageRun(steady(ticks.seconds()[workload.num_warm_up_steps :], rival.schedule))

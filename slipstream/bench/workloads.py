@@ -1,4 +1,5 @@
-"""What the rivals train: stages that sleep, which show the schedule and nothing else, and a small decoder.
+"""What the rivals train: stages that sleep, which show the schedule and nothing else, a small decoder, and on GPUs a
+larger one.
 
 A workload is a list of layers and how many of them every chunk gets. A process holds one chunk or two, by the rival's
 schedule; whatever the number, its work is the same.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import Config, OptimizerSection
 from ..model import ModelConfig, decoder, initialise, next_token_loss
+from ..optim import Group
+from ..parts import parameter_groups
 from ..pipeline.partition import cut
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
@@ -26,6 +30,12 @@ SLOW_FACTOR = 1.5
 """How much more one process has to do where the workload is unbalanced."""
 SEQUENCE_LENGTH = 256
 """Tokens of a real microbatch, which is one sequence."""
+HEAD_DIM = 128
+"""Of the decoder on GPUs."""
+NUM_GPU_MICROBATCHES = 8
+"""That differ; then they come again."""
+NUM_GPU_WARM_UP_STEPS = 3
+"""In which memory is reserved, kernels are chosen and links are connected."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +46,24 @@ class Workload:
     data: Callable[[int, int], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    prepare: Callable[[nn.Sequential], None] | None = None
+    """Gives a chunk its weights; None: the model has them."""
+    activations: Callable[[], Tensor] | None = None
+    """Makes something like what passes between chunks; None: it has to be computed."""
+    num_warm_up_steps: int = 0
+    """Steps of a run that count for nothing, before those of which `steady` chooses."""
+    groups: Sequence[Group] = ()
+    """slipstream: parameter groups to use instead of the optimizer."""
+    dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    """slipstream: of working copies and of gradients, if not the layers' own."""
 
     def chunk(self, index: int) -> nn.Sequential:
-        return cut(self.model, self.sizes, index)
+        layers = cut(self.model, self.sizes, index)
+        if self.prepare is not None:
+            self.prepare(layers)
+        return layers
 
 
 @dataclass(frozen=True)
@@ -199,15 +224,6 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
     """Blocks of one size, two to a process and three to the slow one; wide, and with a byte vocabulary, so that
     embedding and head weigh little."""
     blocks_of = [round(2 * work) for work in work_of(placement.num_processes, unbalanced)]
-    sizes = []
-    for chunk in range(placement.num_chunks):
-        process = placement.process(chunk)
-        chunks = placement.chunks(process)
-        blocks = blocks_of[process]
-        is_first = chunk == chunks[0]
-        sizes.append(blocks if len(chunks) == 1 else (blocks + 1) // 2 if is_first else blocks // 2)
-    sizes[0] += 1  # the embedding
-    sizes[-1] += 1  # the head
     config = ModelConfig(
         vocab_size=256,
         sequence_length=SEQUENCE_LENGTH,
@@ -226,7 +242,108 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
         sequence = tokens[microbatch % len(tokens)]
         return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
-    return Workload(model, sizes, data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4))
+    return Workload(model, _sizes(placement, blocks_of), data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4))
+
+
+def _sizes(placement: Placement, blocks_of: Sequence[int]) -> list[int]:
+    """Layers of every chunk. blocks_of: every process."""
+    sizes = []
+    for chunk in range(placement.num_chunks):
+        process = placement.process(chunk)
+        chunks = placement.chunks(process)
+        blocks = blocks_of[process]
+        is_first = chunk == chunks[0]
+        sizes.append(blocks if len(chunks) == 1 else (blocks + 1) // 2 if is_first else blocks // 2)
+    sizes[0] += 1  # the embedding
+    sizes[-1] += 1  # the head
+    return sizes
+
+
+# ---- a decoder for GPUs
+
+
+@dataclass(frozen=True)
+class GpuSetting:
+    """The decoder that is trained on GPUs, and how those are shared out."""
+
+    dim: int = 2048
+    blocks: int = 4
+    """To a process; an even number, for the schedules that give it two chunks."""
+    sequence_length: int = 1024
+    batch: int = 4
+    """Sequences to a microbatch."""
+    vocabulary: int = 256
+    tied: bool = False
+    """Embedding and head share a weight, for rivals that can."""
+    share: int | None = None
+    """Percent of one GPU's multiprocessors for each process; None: a GPU for each."""
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.batch * self.sequence_length
+
+    @property
+    def message_bytes(self) -> int:
+        return self.tokens_per_microbatch * self.dim * torch.bfloat16.itemsize
+
+    def activations(self, device: torch.device) -> Tensor:
+        return torch.randn(self.batch, self.sequence_length, self.dim, dtype=torch.bfloat16, device=device)
+
+    def config(self, num_processes: int, tied: bool = False) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocabulary,
+            sequence_length=self.sequence_length,
+            dim=self.dim,
+            num_layers=self.blocks * num_processes,
+            num_heads=self.dim // HEAD_DIM,
+            num_kv_heads=self.dim // HEAD_DIM,
+            hidden_dim=round(8 * self.dim / 3 / 128) * 128,
+            tied_embeddings=tied,
+        )
+
+
+AS_TRAINED = Config(optimizer=OptimizerSection(newton_schulz_dtype="bfloat16"))
+
+
+def on_gpu(
+    setting: GpuSetting, placement: Placement, device: torch.device, tied: bool = False, as_trained: bool = False
+) -> Workload:
+    """A process makes its own layers alone, and on its device. as_trained: with Muon and error
+    feedback, masters and gradients in float32 and working copies in bfloat16; otherwise with AdamW, all in bfloat16."""
+    config = setting.config(placement.num_processes, tied)
+    with torch.device("meta"):
+        model = decoder(config)
+
+    @torch.no_grad()
+    def materialise(layers: nn.Sequential) -> None:
+        layers.to(torch.float32 if as_trained else torch.bfloat16)
+        layers.to_empty(device=device)
+        initialise(layers, config, seed=None)  # the tables of positions; weights are drawn where they are needed
+        generator = torch.Generator(device).manual_seed(0)
+        for name, parameter in layers.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02, generator=generator)
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_GPU_MICROBATCHES, setting.batch, setting.sequence_length + 1)
+    tokens = torch.randint(setting.vocabulary, shape, generator=generator).to(device)
+    pairs = [(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()) for sequences in tokens]
+    return Workload(
+        model,
+        _sizes(placement, [setting.blocks] * placement.num_processes),
+        lambda step, microbatch: pairs[microbatch % len(pairs)],
+        next_token_loss,
+        partial(torch.optim.AdamW, lr=1e-4, fused=True),
+        device,
+        prepare=materialise,
+        activations=partial(setting.activations, device),
+        num_warm_up_steps=NUM_GPU_WARM_UP_STEPS,
+        groups=parameter_groups(AS_TRAINED) if as_trained else (),
+        dtype=torch.bfloat16 if as_trained else None,
+        gradient_dtype=torch.float32 if as_trained else None,
+    )
 
 
 DIVISIBLE = "emulated, divisible"

@@ -7,6 +7,7 @@ what has been begun and what has ended, which outlives it.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import pickle
@@ -14,7 +15,9 @@ import platform
 import statistics
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +27,19 @@ import torch
 
 from ..arguments import RunFailure
 from ..pipeline import StageFailure, launch
-from ..pipeline.comm import Transport, gather_objects
+from ..pipeline.comm import ProcessTransport, Transport, gather_objects
 from .links import link_latency, message_seconds
 from .rivals import SPLITTING, Refused, Rival, StageCosts, StageRun, run
-from .workloads import DIVISIBLE, SEQUENCE_LENGTH, sleep_precisely
+from .workloads import DIVISIBLE, SEQUENCE_LENGTH, GpuSetting, sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
 """Without a message, after which a rival counts as hanging."""
+GPU_TIMEOUT_SECONDS = 120.0
+"""The same on GPUs, and of a whole turn: NCCL does not always notice that it hangs."""
+LAST_RESORT_SECONDS = 15.0
+"""After that, when a process could not even say so."""
+LOOK_SECONDS = 0.2
+"""Between two looks of this process at the log."""
 MAX_REASON_LENGTH = 400
 MODEL_DIM = 256
 """Width of a real message, for the ping."""
@@ -41,7 +50,7 @@ class World:
     """Rivals that compete, and on what."""
 
     workload: str
-    """emulated or real."""
+    """emulated, real or cuda."""
     num_stages: int
     rivals: tuple[Rival, ...]
     num_rounds: int
@@ -50,11 +59,22 @@ class World:
     unbalanced: bool = False
     shared_memory: bool = True
     """slipstream's messages; torch's always go over gloo."""
+    gpu: GpuSetting | None = None
+    """Of the workload cuda."""
 
     @property
-    def layers(self) -> str:
-        """The workload's name as `run` takes it. One rival that asks for half a backward, and all get layers that can
-        give it."""
+    def units_per_microbatch(self) -> int:
+        """Tokens; where compute is emulated, the microbatch itself."""
+        if self.gpu is not None:
+            return self.gpu.tokens_per_microbatch
+        return SEQUENCE_LENGTH if self.workload == "real" else 1
+
+    @property
+    def layers(self) -> str | GpuSetting:
+        """The workload as `run` takes it. One rival that asks for half a backward, and all get layers that can give
+        it."""
+        if self.gpu is not None:
+            return self.gpu
         is_divided = self.workload == "emulated" and any(rival.schedule in SPLITTING for rival in self.rivals)
         return DIVISIBLE if is_divided else self.workload
 
@@ -70,6 +90,8 @@ class Round:
     message_seconds: float = 0.0
     """From one stage to the next, as a ping at the start of the world took, injected latency included."""
     facts: dict[str, float] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    """On GPUs: the most that a process had allocated."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +121,12 @@ def _say_nothing(turn: Turn | None) -> None:
     """For those who do not want to know."""
 
 
-def compete(world: World, on_turn: OnTurn = _say_nothing) -> list[Outcome]:
-    """Every rival, in the world's order. on_turn is called on stage 0, in its process, before every turn, and with None
-    after the last."""
+def compete(
+    world: World, on_turn: OnTurn = _say_nothing, after_failure: Callable[[], None] = lambda: None
+) -> list[Outcome]:
+    """Every rival, in the world's order. on_turn is called before every turn, and with None after the last: on stage 0,
+    in its process, or on GPUs in this one, because it need not be such that it can be sent there. after_failure is
+    called when a world has ended before its time."""
     torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
     todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.rivals))]
     rounds: list[list[Round]] = [[] for _ in world.rivals]
@@ -110,7 +135,11 @@ def compete(world: World, on_turn: OnTurn = _say_nothing) -> list[Outcome]:
         log = Path(folder) / "log.jsonl"
         while todo:
             log.write_text("", encoding="utf-8")
-            failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
+            if world.gpu is None:
+                failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
+            else:
+                with _following(log, on_turn):
+                    failure = _launch(partial(_take_turns_on_gpu, world=world, todo=todo, log=log), world)
             begun = None
             for line in log.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
@@ -125,10 +154,13 @@ def compete(world: World, on_turn: OnTurn = _say_nothing) -> list[Outcome]:
                     todo.remove((number, index))
             if failure is None:
                 break
+            after_failure()
             if begun is None:
                 raise RunFailure(f"the stages failed between two rivals: {failure}")
             failures[begun[1]] = failure
             todo = [turn for turn in todo if not failures[turn[1]]]
+    if world.gpu is not None:
+        on_turn(None)
     return [
         Outcome(rival, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
         for index, rival in enumerate(world.rivals)
@@ -137,17 +169,44 @@ def compete(world: World, on_turn: OnTurn = _say_nothing) -> list[Outcome]:
 
 def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
     """What went wrong, if anything did, as one line."""
+    options: dict[str, Any] = {"start_method": "fork" if platform.system() == "Linux" else None}
+    if world.gpu is not None:  # a process that is spawned has this one's environment, and nothing of its CUDA
+        options = {"device": "cuda", "share_gpu": world.gpu.share is not None, "start_method": "spawn"}
     try:
         launch(
             worker,
             world.num_stages,
-            timeout_seconds=TIMEOUT_SECONDS,
+            timeout_seconds=TIMEOUT_SECONDS if world.gpu is None else GPU_TIMEOUT_SECONDS,
             shared_memory=world.shared_memory,
-            start_method="fork" if platform.system() == "Linux" else None,
+            **options,
         )
     except StageFailure as failure:
         return textwrap.shorten(str(failure), MAX_REASON_LENGTH)
     return None
+
+
+@contextmanager
+def _following(log: Path, on_turn: OnTurn) -> Iterator[None]:
+    """Calls on_turn in this process when the log says that a turn has begun."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        num_known = 0
+        while not ended.wait(LOOK_SECONDS):
+            lines = log.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may not be complete
+            entries = [json.loads(line) for line in lines[num_known:]]
+            num_known = len(lines)
+            if turns := [entry["turn"] for entry in entries if len(entry) == 1]:
+                number, index = turns[-1]
+                on_turn((number, index))
+
+    thread = threading.Thread(target=follow, name="follows the turns", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _round_from(values: dict[str, Any]) -> Round:
@@ -172,14 +231,48 @@ def meet(transport: Transport) -> None:
     gather_objects(transport, b"", lambda: "the other stages to begin")
 
 
+def _take_turns_on_gpu(transport: Transport, world: World, todo: Sequence[Turn], log: Path) -> None:
+    assert isinstance(transport, ProcessTransport)
+    with transport.process_group():  # for as long as the world lasts: a group of NCCL's takes seconds to make
+        _take_turns(transport, world, todo, log, _say_nothing)
+
+
+@contextmanager
+def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
+    """Ends this process, with a word to the others, when a rival hangs."""
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        transport.fail(f"{name} did not end within {GPU_TIMEOUT_SECONDS:g} s on stage {transport.stage}")
+        os._exit(1)
+
+    timer = threading.Timer(GPU_TIMEOUT_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(GPU_TIMEOUT_SECONDS + LAST_RESORT_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _message(world: World, transport: Transport) -> torch.Tensor:
+    """Like those that pass between stages."""
+    if world.gpu is not None:
+        assert isinstance(transport, ProcessTransport)
+        return world.gpu.activations(transport.device)
+    return torch.zeros((1, 2) if world.workload == "emulated" else (1, SEQUENCE_LENGTH, MODEL_DIM))
+
+
 def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
-    settle_stage(transport.stage, transport.num_stages)
-    shape = (1, 2) if world.workload == "emulated" else (1, SEQUENCE_LENGTH, MODEL_DIM)
+    if world.gpu is None:
+        settle_stage(transport.stage, transport.num_stages)
     ours = [world.rivals[index] for _, index in todo if world.rivals[index].engine == "slipstream"]
     pings = {}
     for latency in sorted({rival.latency_seconds for rival in ours}):
         with link_latency(transport, latency):
-            pings[latency] = message_seconds(transport, (torch.zeros(shape),))
+            pings[latency] = message_seconds(transport, (_message(world, transport),))
     is_first = transport.stage == 0
     refused: set[int] = set()
 
@@ -196,8 +289,9 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
             on_turn(turn)
         write(turn)
         meet(transport)
+        deadline = nullcontext() if world.gpu is None else _turn_deadline(transport, rival.name)
         try:
-            with link_latency(transport, rival.latency_seconds):
+            with deadline, link_latency(transport, rival.latency_seconds):
                 own = run(rival, world.layers, world.unbalanced, transport, world.num_steps)
         except Refused as refusal:
             refused.add(turn[1])
@@ -210,6 +304,7 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
             costs=tuple(stage.costs for stage in stages if stage.costs is not None),
             message_seconds=pings.get(rival.latency_seconds, 0.0) if rival.engine == "slipstream" else 0.0,
             facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},
+            memory_bytes=max((s.memory_bytes for s in stages if s.memory_bytes is not None), default=None),
         )
         write(turn, round=dataclasses.asdict(result))
     if is_first:

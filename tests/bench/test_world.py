@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from harness import forks
@@ -10,7 +12,8 @@ from slipstream import launch
 from slipstream.arguments import RunFailure
 from slipstream.bench.links import link_latency, message_seconds
 from slipstream.bench.rivals import Refused, Rival, StageRun
-from slipstream.bench.world import World, compete
+from slipstream.bench.world import World, _turn_deadline, compete
+from slipstream.pipeline import StageFailure
 
 pytestmark = [forks, pytest.mark.filterwarnings("ignore")]  # torch's own, in the forked stages
 
@@ -70,3 +73,14 @@ def test_a_ping_takes_the_latency_that_was_injected_and_the_links_are_given_back
     (slow, given_back), *others = launch(ping, 3, threads=True, timeout_seconds=60)
     assert slow >= 0.02 and given_back
     assert others == [(0.0, True), (0.0, True)]
+
+
+def test_a_rival_that_hangs_is_ended_with_a_word_to_the_others(monkeypatch):
+    monkeypatch.setattr("slipstream.bench.world.GPU_TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(StageFailure, match=r"a rival did not end within 0.2 s on stage [01]"):
+        launch(hang, 2, start_method="fork", timeout_seconds=60)
+
+
+def hang(transport):
+    with _turn_deadline(transport, "a rival"):
+        time.sleep(60)
