@@ -47,6 +47,8 @@ class BenchArguments:
     """Folder to write; a new one below runs/ if left out."""
     microbatches: tuple[int, ...] = ()
     """cuda: numbers of microbatches to a step; 1, 2 and 4 times the stages if left out."""
+    rivals: tuple[str, ...] = ()
+    """cuda: only rows whose name contains one of these words, and the bare loop."""
     share: int | None = None
     """cuda: percent of the GPU's multiprocessors for each stage; an even part if left out."""
     clock: int | None = None
@@ -116,12 +118,16 @@ def _gpu_matrix(given: BenchArguments) -> list[World]:
     setting = GpuSetting(**sizes, share=(given.share or 100 // num_stages) if given.slices else None)
     factors = (1,) if given.quick else (1, 2, 4)
     microbatches = given.microbatches or tuple(factor * num_stages for factor in factors)
-    return gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), given.rounds or (1 if given.quick else 3))
+    num_rounds = given.rounds or (1 if given.quick else 3)
+    matrix = gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), num_rounds, given.rivals)
+    if len(matrix[0].rivals) == 1:
+        raise UsageError(f"rivals = {' '.join(given.rivals)} is in the name of no row: leave it out to see them all")
+    return matrix
 
 
 def _extent(given: BenchArguments) -> Extent:
     defaults = asdict(BenchArguments())
-    for name in ("microbatches", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
+    for name in ("microbatches", "rivals", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
         if getattr(given, name) != defaults[name]:
             raise UsageError(f"{name} = {getattr(given, name)} is for GPUs: leave it out, or use device = 'cuda'")
     for num_stages in given.stages:

@@ -17,7 +17,7 @@ REAL_STAGES = 2
 REAL_SECONDS = 0.08
 """About what a real microbatch takes on both stages together, only to guess how long a run will be."""
 GPU_STAGES = 4
-GPU_NUM_STEPS, GPU_MIN_NUM_STEPS = 15, 7
+GPU_NUM_STEPS, GPU_MIN_NUM_STEPS = 10, 7
 """Of a run at m = P, and of one with many more microbatches, after the warm-up."""
 GPU_FLOPS, GPU_TURN_SECONDS = 1e14, 4.0
 """Of a process, and what a turn takes before its first step: only to guess how long a run will be."""
@@ -93,11 +93,14 @@ def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Rival]:
     ]
 
 
-def gpu_worlds(setting: GpuSetting, num_stages: int, microbatches: Sequence[int], num_rounds: int) -> list[World]:
-    """One for each number of microbatches."""
+def gpu_worlds(
+    setting: GpuSetting, num_stages: int, microbatches: Sequence[int], num_rounds: int, words: Sequence[str] = ()
+) -> list[World]:
+    """One for each number of microbatches. words: of which a rival's name has to contain one; none: all rivals."""
     matrix = []
     for m in microbatches:
-        rivals = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
+        bare, *others = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
+        rivals = [bare, *(rival for rival in others if not words or any(word in rival.name for word in words))]
         num_steps = NUM_GPU_WARM_UP_STEPS + max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m))
         num_steps = min(num_steps, NUM_GPU_WARM_UP_STEPS + GPU_NUM_STEPS)
         matrix.append(World("cuda", num_stages, tuple(rivals), num_rounds, num_steps, gpu=setting))

@@ -9,7 +9,6 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from statistics import fmean
@@ -23,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from .. import Pipeline, StepReport
 from ..pipeline.clock import Activity, Clock, Span
 from ..pipeline.comm import ProcessTransport, Transport
+from ..pipeline.nccl import FOREVER, LINK_BLOCKS
 from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError
 from .replay import replayed_step_time
 from .workloads import WORKLOADS, GpuSetting, Placement, Workload, on_gpu, work_of
@@ -283,9 +283,12 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
 
 @cache
 def _nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
-    """Of all stages, for torch's schedules: the default group is gloo's. It is made once, because it is kept."""
-    timeout = timedelta(seconds=transport.timeout_seconds)
-    return dist.new_group(backend="nccl", timeout=timeout, device_id=transport.device)
+    """Of all stages, for torch's schedules: the default group is gloo's. It is made once, because it is kept. Its
+    kernels have the priority and the number of blocks that ours have: on a slice of a GPU, receives that wait would
+    otherwise keep the stage from computing what they wait for."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = LINK_BLOCKS
+    return dist.new_group(backend="nccl", timeout=FOREVER, pg_options=options)
 
 
 def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:

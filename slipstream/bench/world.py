@@ -34,7 +34,7 @@ from .workloads import DIVISIBLE, SEQUENCE_LENGTH, GpuSetting, sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
 """Without a message, after which a rival counts as hanging."""
-GPU_TIMEOUT_SECONDS = 120.0
+GPU_TIMEOUT_SECONDS = 60.0
 """The same on GPUs, and of a whole turn: NCCL does not always notice that it hangs."""
 LAST_RESORT_SECONDS = 15.0
 """After that, when a process could not even say so."""

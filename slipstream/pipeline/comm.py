@@ -11,6 +11,7 @@ nccl.py, with the rules that keep it from hanging.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -391,6 +392,8 @@ class ProcessTransport(Transport):
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._circles: dict[tuple[int, ...], Circle] = {}
         """By stages: those that hold tied weights, over NCCL."""
+        self._turn = threading.Lock()
+        """Over NCCL: see there."""
         self._assembly: Assembly | None = None
         self._replicas: dist.ProcessGroup | Circle | None = None
         self._sharing: dist.ProcessGroup | Circle | None = None
@@ -406,6 +409,7 @@ class ProcessTransport(Transport):
                 self._open_edges(replica, ends, is_local)
             if mesh.num_replicas > 1:
                 self._replicas = self._group_of_replicas()
+            self._meet_all("the others to make their connections")
 
     def _group_of_replicas(self) -> dist.ProcessGroup | Circle:
         """This stage's; every process makes those of all stages."""
@@ -421,7 +425,7 @@ class ProcessTransport(Transport):
         group = new_nccl_group(ranks, self.device, max_blocks)
         if self._rank not in ranks:
             return None
-        circle = Circle(group, hosts, ranks, self._rank, self.stage, self.device, self.timeout_seconds)
+        circle = Circle(group, hosts, self._turn, ranks, self._rank, self.stage, self.device, self.timeout_seconds)
         circle.connect()
         return circle
 
@@ -474,10 +478,20 @@ class ProcessTransport(Transport):
             is_sender = (self.stage < peer) == (direction == 0)
             rank = self.rank_of(peer)
             wire = Wire(words, rank, tag=direction)
-            links.append(
-                NcclLink(group, wire, self.stage, peer, rank, self.device, self.timeout_seconds, sends=is_sender)
+            link = NcclLink(
+                group,
+                wire,
+                self._turn,
+                self.stage,
+                peer,
+                rank,
+                is_lower=self._rank < rank,
+                device=self.device,
+                timeout_seconds=self.timeout_seconds,
+                sends=is_sender,
             )
-            links[-1].connect()
+            link.connect()
+            links.append(link)
         return links
 
     def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink | StagedLink:
@@ -529,6 +543,7 @@ class ProcessTransport(Transport):
             circle = self._new_circle(tuple(self._mesh.rank(replica, stage) for stage in stages), LINK_BLOCKS)
             if circle is not None:
                 self._circles[stages] = circle
+        self._meet_all("the others to connect stages with tied weights")
 
     def _open(self, replica: int, stages: tuple[int, ...], backend: str) -> None:
         group = self._new_group(tuple(self._mesh.rank(replica, stage) for stage in stages), backend)
@@ -575,6 +590,7 @@ class ProcessTransport(Transport):
     def open_sharing(self) -> None:
         if self._sharing is None:
             self._sharing = self._group_of_replicas()
+            self._meet_all("the others to connect replicas")
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
         group, circle = _group_and_circle(self._sharing if aside else self._replicas)
@@ -590,6 +606,12 @@ class ProcessTransport(Transport):
             message = f"replica {self.replica}: {message}"
         return leave_failure(self._failures, message)
 
+    def _meet_all(self, what: str) -> None:
+        """Over NCCL, where connections are made and taken down by all ranks together, and nothing else is done
+        meanwhile."""
+        if self._backend == "nccl":
+            self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: what, None)
+
     def limit(self, what: Waiting) -> AbstractContextManager[None]:
         # What is waited for in Python ends a moment earlier, with a message of its own.
         return nullcontext() if self._watchdog is None else self._watchdog.limit(self.timeout_seconds + 2, what)
@@ -604,8 +626,7 @@ class ProcessTransport(Transport):
         if self._assembly is not None:
             self._assembly.close()
         if dist.is_initialized():
-            if self._backend == "nccl":  # its communicators are taken down by all of their members together
-                self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: "the others to leave", None)
+            self._meet_all("the others to leave")  # communicators are taken down by all of their members together
             dist.destroy_process_group()
 
 

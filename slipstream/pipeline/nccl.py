@@ -1,26 +1,29 @@
 """Links and sums between GPUs over NCCL, arranged so that they cannot hang.
 
 A send, a receive or a collective of NCCL is a kernel on every rank that takes part. It occupies multiprocessors and
-spins until the kernels of the others are there. Meanwhile much of CUDA may wait for the whole device: the first launch
-of a kernel, the first product of cuBLAS, memory that is freed. If such a wait keeps a rank from launching its side of
-an operation that another rank's device is spinning in, and that other rank is held up in the same way, nothing moves
-ever again. Five rules exclude it, whatever is loaded, compiled, allocated or freed at any time:
+spins until the kernels of the others are there. Meanwhile much of CUDA waits for the whole device and holds a lock of
+the driver until then: the first launch of a kernel, the first product of cuBLAS, memory that is freed
+(benchmarks/device_waits.py). So a rank can be kept from launching its side of an operation by its own device, which
+spins in another operation, whose other side is kept back in the same way. Then nothing moves ever again. Even a call
+that has launched its kernel may be kept from returning, because it makes an event afterwards. Five rules exclude this,
+whatever is loaded, compiled, allocated or freed at any time:
 
 1. Communicators are made and connected before the first action, in one order for all ranks, because both are meetings
    of the hosts.
-2. An operation is launched only when what this rank gives to it is ready on its device, and when the others have said
-   the same.
+2. An operation is launched only when what every rank gives to it is ready on its device.
 3. No stream waits for another rank. A thread of the host waits until a message has arrived or a sum is there, and only
    then is work enqueued that needs it. So no queue of the device is ever blocked by a rank that is late.
-4. Of every operation, a rank launches its side after all lower ranks have launched theirs: "launched" means that the
-   call has returned.
-5. What hosts tell each other goes over gloo, which needs no device.
+4. A rank takes part in one launch at a time. It has one `Turn`, which an operation holds on all of its ranks, from
+   before the first of them launches until the calls have returned on all. Turns are taken in ascending order of ranks.
+5. What hosts tell each other, and how they take turns, goes over gloo, which needs no device.
 
-Why they suffice: a kernel that spins waits for the side of a higher rank, by rule 4, or for nothing but the transfer.
-A rank that waits for its own device therefore waits, at most, for higher ranks to launch something. The highest of the
-ranks that are held up waits for a rank that is not, which launches its side; so the kernel ends, and so do, one after
-the other, the waits of all lower ranks. tests/pipeline/test_nccl_rules.py plays this with hosts that may be held up at
-any moment, through every order of events, and finds the deadlock that appears once rule 4 is left out.
+Why they suffice: take a rank that waits for its device. Kernels that spin there belong to operations that all ranks
+have launched, which end when their bytes have passed; or to the one operation that holds the rank's turn. The other
+ranks of that one hold their turns for it as well, so none of their devices spins in anything else that has not been
+launched everywhere. Whatever they wait for before they launch their side is therefore over in finite time, the
+operation ends, and so does the wait. Turns themselves are taken in one order, so nobody waits in a circle for them.
+tests/pipeline/test_nccl_rules.py plays this through every order of events, with hosts that may be held up at any
+moment, and finds the deadlocks that appear once rule 4 is left out or weakened.
 
 The rules also keep multiprocessors free: a kernel of NCCL runs for as long as its bytes take, and not for as long as
 the slower stage computes.
@@ -38,17 +41,17 @@ from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .link import Link, Message, Spec, Waiting, peer_lost
-from .streams import await_device
+from .streams import await_device, look_until
 
 FOREVER = timedelta(days=365)
 """Time-out of groups whose waits are timed elsewhere: NCCL ends a process that exceeds its own with a core dump."""
 LINK_BLOCKS = 2
 """Thread blocks, and so at most as many multiprocessors, that one transfer between stages may occupy."""
 _WORD_LENGTH = 256
-_END = [-1]
-_LAUNCHED = [1]
+_END, _TAKE, _TAKEN, _LAUNCHED = -1, -2, -3, -4
 
 
 def prepare_environment() -> None:
@@ -68,8 +71,13 @@ def pretend_to_be_a_host(rank: int) -> None:
     """Lets several ranks share a GPU, which NCCL refuses within one host. They then reach each other over sockets, as
     hosts do. Call it before the first communicator."""
     os.environ["NCCL_HOSTID"] = f"slipstream-{rank}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    for name, value in {
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_NTHREADS": "2",  # with these two, half as fast again on one machine
+        "NCCL_NSOCKS_PERTHREAD": "4",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def new_group(ranks: Sequence[int], device: torch.device, max_blocks: int | None) -> dist.ProcessGroup:
@@ -88,11 +96,17 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup, peer_rank: int, tag: int) -> None:
         """group: of gloo. tag: tells several wires of one group apart."""
         self._group, self._peer, self._tag = group, peer_rank, tag
+        self._told: tuple[dist.Work, Tensor] | None = None
 
-    def tell(self, word: Sequence[int]) -> None:
-        padded = torch.zeros(_WORD_LENGTH, dtype=torch.int64)
-        padded[: len(word)] = torch.tensor(word)
-        dist.send(padded, self._peer, group=self._group, tag=self._tag)
+    def tell(self, *numbers: int) -> None:
+        """Returns at once: gloo keeps a word back until the other host listens."""
+        if self._told is not None:
+            self._told[0].wait()
+        word = torch.zeros(_WORD_LENGTH, dtype=torch.int64)
+        word[: len(numbers)] = torch.tensor(numbers)
+        work = dist.isend(word, self._peer, group=self._group, tag=self._tag)
+        assert work is not None
+        self._told = work, word
 
     def hear(self) -> list[int]:
         word = torch.empty(_WORD_LENGTH, dtype=torch.int64)
@@ -107,18 +121,20 @@ class NcclLink(Link):
         self,
         group: dist.ProcessGroup,
         wire: Wire,
+        turn: threading.Lock,
         stage: int,
         peer: int,
         peer_rank: int,
+        is_lower: bool,
         device: torch.device,
         timeout_seconds: float,
         sends: bool,
     ) -> None:
-        """group: a communicator of the two, of this direction alone."""
-        self._group, self._wire, self._device = group, wire, device
-        self._stage, self._peer, self._peer_rank = stage, peer, peer_rank
-        self._timeout_seconds = timeout_seconds
-        self._launches_first = stage < peer
+        """group: a communicator of the two, of this direction alone. turn: this rank's. is_lower: in rank, than the
+        peer."""
+        self._group, self._wire, self._turn, self._device = group, wire, turn, device
+        self._stage, self._peer, self._peer_rank, self._is_lower = stage, peer, peer_rank, is_lower
+        self._timeout_seconds, self._sends = timeout_seconds, sends
         self._outgoing: SimpleQueue[tuple[Message, torch.cuda.Event] | None] = SimpleQueue()
         self._arrived: SimpleQueue[Message | Exception] = SimpleQueue()
         self._sent = threading.Condition()
@@ -130,7 +146,6 @@ class NcclLink(Link):
             name=f"{'to' if sends else 'from'} stage {peer}",
             daemon=True,
         )
-        self._sends = sends
 
     def connect(self) -> None:
         """Passes one number, so that both ends are connected, and starts to work."""
@@ -147,7 +162,7 @@ class NcclLink(Link):
     def send(self, kind: str, message: Message, waiting: Waiting) -> None:
         self._check_sender(waiting)
         message = tuple(tensor.contiguous() for tensor in message)
-        ready = torch.cuda.Event(blocking=True)
+        ready = torch.cuda.Event()
         ready.record()
         with self._sent:
             self._num_unsent += 1
@@ -203,46 +218,51 @@ class NcclLink(Link):
     def _send_all(self) -> None:
         while (item := self._outgoing.get()) is not None:
             message, ready = item
-            ready.synchronize()
-            word = Spec.of(message).encode()
-            if len(word) > _WORD_LENGTH:
+            look_until(ready)
+            spec = Spec.of(message).encode()
+            if len(spec) >= _WORD_LENGTH:
                 raise ValueError(f"{len(message)} tensors are too many to pass between two layers: pass fewer")
-            if self._launches_first:
-                works = self._launch(dist.isend, message)
-                self._wire.tell(word)
-            else:
-                self._wire.tell(word)
-                self._wire.hear()
-                works = self._launch(dist.isend, message)
-            self._finish(works)
-            del item, message, works  # the sender keeps its memory no longer than it has to
+            self._wire.tell(*spec)
+            self._transfer(dist.isend, message)
+            del item, message  # the sender keeps its memory no longer than it has to
             with self._sent:
                 self._num_unsent -= 1
                 self._sent.notify_all()
         self._wire.tell(_END)
 
     def _receive_all(self) -> None:
-        while (word := self._wire.hear())[0] != _END[0]:
+        while (word := self._wire.hear())[0] != _END:
             spec = Spec.decode(word)
             message = tuple(torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in spec.tensors)
-            works = self._launch(dist.irecv, message)
-            if self._launches_first:
-                self._wire.tell(_LAUNCHED)
-            self._finish(works)
+            self._transfer(dist.irecv, message)
             self._arrived.put(message)
-            del message, works
+            del message
 
-    def _launch(self, operation: Callable[..., dist.Work | None], message: Message) -> list[dist.Work]:
-        works = [operation(tensor, self._peer_rank, group=self._group) for tensor in message]
-        return [work for work in works if work is not None]
-
-    def _finish(self, works: Sequence[dist.Work]) -> None:
-        """Waits until the transfer is over, on the host. It lasts as long as its bytes take: both sides are ready."""
+    def _transfer(self, operation: Callable[..., dist.Work | None], message: Message) -> None:
+        """Launches this side while both ranks hold their turn for it, and returns when the bytes have passed: the lower
+        rank takes its turn, has the higher take its own, and both launch."""
+        if self._is_lower:
+            with self._turn:
+                self._wire.tell(_TAKE)
+                self._wire.hear()
+                works = self._launch(operation, message)
+        else:
+            self._wire.hear()
+            with self._turn:
+                self._wire.tell(_TAKEN)
+                works = self._launch(operation, message)
         for work in works:
             work.wait()
-        over = torch.cuda.Event(blocking=True)
+        over = torch.cuda.Event()
         over.record()
-        over.synchronize()
+        look_until(over)
+
+    def _launch(self, operation: Callable[..., dist.Work | None], message: Message) -> list[dist.Work]:
+        """Returns when the call has returned on the other side too."""
+        works = [operation(tensor, self._peer_rank, group=self._group) for tensor in message]
+        self._wire.tell(_LAUNCHED)
+        self._wire.hear()
+        return [work for work in works if work is not None]
 
 
 class Circle:
@@ -252,20 +272,21 @@ class Circle:
         self,
         group: dist.ProcessGroup,
         hosts: dist.ProcessGroup,
+        turn: threading.Lock,
         ranks: Sequence[int],
         rank: int,
         stage: int,
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
-        """group: the communicator. hosts: the same ranks, over gloo. ranks: in ascending order."""
-        self.group, self._hosts, self._stage = group, hosts, stage
+        """group: the communicator. hosts: the same ranks, over gloo. turn: this rank's."""
+        self.group, self._hosts, self._turn, self._stage, self._device = group, hosts, turn, stage, device
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
-        place = sorted(ranks).index(rank)
-        self._lower = sorted(ranks)[place - 1] if place > 0 else None
-        self._higher = sorted(ranks)[place + 1] if place + 1 < len(ranks) else None
-        self._device = device
-        self._first, self._size = min(ranks), len(ranks)
+        members = sorted(ranks)
+        place = members.index(rank)
+        self._lower = members[place - 1] if place > 0 else None
+        self._higher = members[place + 1] if place + 1 < len(members) else None
+        self._first, self._size = members[0], len(members)
 
     def connect(self) -> None:
         """Every kind of collective once, so that nothing is left to be set up later."""
@@ -284,17 +305,24 @@ class Circle:
     def run(self, launch: Callable[[], Sequence[dist.Work | None]], waiting: Waiting) -> None:
         """Returns when what was launched is over on this rank's device. All ranks call it, in the same order."""
         await_device(self._stage, self._timeout_seconds, waiting)
+        self._meet(waiting)  # before anybody takes a turn, so that turns are held for a moment only
         word = torch.zeros(1)
-        self._wait(dist.all_reduce(word, group=self._hosts, async_op=True), waiting)
         if self._lower is not None:
             self._wait(dist.irecv(word, self._lower, group=self._hosts), waiting)
-        works = launch()
-        if self._higher is not None:
-            self._wait(dist.isend(word, self._higher, group=self._hosts), waiting)
+        with self._turn:
+            if self._higher is not None:
+                self._wait(dist.isend(word, self._higher, group=self._hosts), waiting)
+            self._meet(waiting)
+            works = launch()
+            self._meet(waiting)
         for work in works:
             if work is not None:
                 work.wait()
         await_device(self._stage, self._timeout_seconds, waiting)
+
+    def _meet(self, waiting: Waiting) -> None:
+        """Returns when all ranks have come here."""
+        self._wait(dist.all_reduce(torch.zeros(1), group=self._hosts, async_op=True), waiting)
 
     def _wait(self, work: dist.Work | None, waiting: Waiting) -> None:
         assert work is not None

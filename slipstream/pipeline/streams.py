@@ -85,6 +85,13 @@ class Streams:
             self._compute.wait_event(event)
 
 
+def look_until(event: torch.cuda.Event) -> None:
+    """Returns when a device has come to this event. For threads of the host: to wait inside CUDA would either occupy a
+    core or, asleep, take a millisecond to wake up."""
+    while not event.query():
+        time.sleep(LOOK_SECONDS)
+
+
 def await_device(stage: int, timeout_seconds: float, waiting: Waiting) -> None:
     """Returns when the current stream of the device has come to this point. The host looks again and again instead of
     waiting inside CUDA, so that signals are handled meanwhile and the wait has an end."""
