@@ -189,7 +189,7 @@ class ScheduleArguments:
 
 
 def _schedule(arguments: list[str]) -> None:
-    from .schedule import Schedule, ScheduleError
+    from .schedule import Schedule, ScheduleError, waits_for_sum
     from .schedule.command import show
     from .schedule.simulate import Costs
 
@@ -210,7 +210,7 @@ def _schedule(arguments: list[str]) -> None:
             given.steps,
             depth=given.depth,
             sync_start_steps=given.sync_start_steps,
-            global_update=given.name not in ("pipedream", "paci"),
+            global_update=waits_for_sum(given.name),
         )
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
         print(show(schedule, costs, list(given.output) or _drawings(given), max_width=_width()))

@@ -80,7 +80,8 @@ class Metrics:
         self._write(
             step=report.step,
             loss=report.loss,
-            gradient_norms=report.gradient_norms,
+            # Without a sum over stages, what is known here is the last stage's share of it.
+            gradient_norms=report.gradient_norms if self._schedule.global_update else {},
             learning_rates=learning_rates,
             update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
             best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},

@@ -26,6 +26,7 @@ from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
 from .pipeline.partition import check_sizes
 from .pipeline.pipeline import plan_schedule
+from .schedule import STEPPING_ALONE
 from .shape import num_processes, validate_shapes
 
 
@@ -343,7 +344,7 @@ def _has_tied(config: Config, model: ModelConfig) -> bool:
     """Whether a weight is held by two stages."""
     name = config.pipeline.schedule
     has_tied = model.tied_embeddings and config.pipeline.stages > 1
-    if has_tied and name in ("pipedream", "paci"):
+    if has_tied and name in STEPPING_ALONE:
         raise ConfigError(
             f"model.tied_embeddings = true needs first and last stage to step together, and those of {name} do not: "
             "set model.tied_embeddings = false, or pipeline.schedule = 'two_bw'"

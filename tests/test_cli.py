@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import torch
 from settings import as_arguments, changed
 
 from slipstream import cli
-from slipstream.config import Config
+from slipstream.config import Config, ConfigError
+from slipstream.parts import check
 
 
 @pytest.fixture
@@ -457,3 +459,27 @@ def test_torchrun_trains_to_the_same_weights_as_a_run_that_starts_its_own_stages
     assert "slipstream:" not in done.stderr
     summaries = [json.loads(Path(c.run.folder, c.run.name, "summary.json").read_text()) for c in (own, joined)]
     assert summaries[0]["parameter_checksum"] == summaries[1]["parameter_checksum"]
+
+
+def test_ranks_that_are_started_by_hand_all_end_well(tiny):
+    """As srun starts them: the first rank keeps the store, as no torchrun does, and must leave after the others."""
+    config = changed(tiny, run__name="by hand", pipeline__transport="process")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-m", "slipstream", "train", *as_arguments(config)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **world, "RANK": rank}, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+def test_more_processes_than_gpus_are_refused_unless_that_is_what_is_wanted(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = changed(tiny, train__device="cuda", pipeline__transport="process")
+    with pytest.raises(ConfigError, match=r"2 processes .* need a GPU each and there are 1: set pipeline\.share_gpu"):
+        check(config)
+    check(changed(config, pipeline__share_gpu=True))

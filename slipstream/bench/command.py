@@ -21,7 +21,7 @@ from .progress import Bar, minutes
 from .results import Row, document, markdown, notes_of, rows_of, summary, table_of
 from .slices import Gpu, sliced
 from .workloads import HEAD_DIM, GpuSetting
-from .world import Outcome, World, compete
+from .world import Outcome, Stopped, World, compete
 
 MAX_STAGES = 32
 """Processes on one machine; beyond that it measures the machine."""
@@ -174,13 +174,17 @@ class Finished:
 def run_matrix(
     matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime, gpu: Gpu | None = None
 ) -> Finished:
-    """Everything that is finished is written after every world, so an interrupt loses one of them."""
+    """Everything that is finished is written after every world, and when somebody interrupts one."""
     screen = Screen()
     guess = minutes(sum(map(total_seconds, matrix)))
     screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, which may take {guess}; writing {folder}")
     finished = Finished(gpu=None if gpu is None else {**gpu.describe(), "readings": []})
     for index, world in enumerate(matrix):
-        outcomes = compete(world, Bar(matrix, index), *([] if gpu is None else [gpu.restart]))
+        interrupt: BaseException | None = None
+        try:
+            outcomes = compete(world, Bar(matrix, index), *([] if gpu is None else [gpu.restart]))
+        except Stopped as stopped:
+            outcomes, interrupt, with_memory = stopped.outcomes, stopped.__cause__, False
         readings = {} if gpu is None else gpu.take_readings()
         screen.show_cursor()  # a stage that failed had no time to
         wants_memory = with_memory and world.workload == "real"
@@ -193,6 +197,8 @@ def run_matrix(
             finished.gpu["readings"].append({name: asdict(spread) for name, spread in readings.items()})
         screen.print(table_of(world, finished.rows[-1], finished.notes[-1]))
         written = _write(finished, folder, started)
+        if interrupt is not None:
+            raise interrupt
     screen.print("\n".join([*summary(finished.worlds, finished.rows), f"{folder}: {', '.join(written)}"]))
     if not any(row.step_seconds for of_world in finished.rows for row in of_world):
         raise RunFailure(f"no rival ran: {folder / 'table.md'} says why")

@@ -23,7 +23,7 @@ from .. import Pipeline, StepReport
 from ..pipeline.clock import Activity, Clock, Span
 from ..pipeline.comm import ProcessTransport, Transport
 from ..pipeline.nccl import FOREVER, LINK_BLOCKS
-from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError
+from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError, waits_for_sum
 from .replay import replayed_step_time
 from .workloads import WORKLOADS, GpuSetting, Placement, Workload, on_gpu, work_of
 
@@ -77,7 +77,7 @@ class Rival:
             self.num_microbatches,
             num_steps + more,
             depth=self.depth,
-            global_update=self.schedule not in ("pipedream", "paci") or self.clip_norm is not None,
+            global_update=waits_for_sum(self.schedule, clips=self.clip_norm is not None),
         )
 
 

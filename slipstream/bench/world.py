@@ -117,6 +117,14 @@ Turn = tuple[int, int]
 OnTurn = Callable[[Turn | None], None]
 
 
+class Stopped(Exception):
+    """Somebody has seen enough. What is known until then is not lost."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+
+
 def _say_nothing(turn: Turn | None) -> None:
     """For those who do not want to know."""
 
@@ -131,16 +139,20 @@ def compete(
     todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.rivals))]
     rounds: list[list[Round]] = [[] for _ in world.rivals]
     failures = [""] * len(world.rivals)
+    interrupt: BaseException | None = None
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         while todo:
             log.write_text("", encoding="utf-8")
-            if world.gpu is None:
-                failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
-            else:
-                with _following(log, on_turn):
-                    failure = _launch(partial(_take_turns_on_gpu, world=world, todo=todo, log=log), world)
-            begun = None
+            failure = begun = None
+            try:
+                if world.gpu is None:
+                    failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
+                else:
+                    with _following(log, on_turn):
+                        failure = _launch(partial(_take_turns_on_gpu, world=world, todo=todo, log=log), world)
+            except (KeyboardInterrupt, SystemExit) as stop:
+                interrupt = stop
             for line in log.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
                 number, index = entry["turn"]
@@ -161,10 +173,13 @@ def compete(
             todo = [turn for turn in todo if not failures[turn[1]]]
     if world.gpu is not None:
         on_turn(None)
-    return [
+    outcomes = [
         Outcome(rival, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
         for index, rival in enumerate(world.rivals)
     ]
+    if interrupt is not None:
+        raise Stopped(outcomes) from interrupt
+    return outcomes
 
 
 def _launch(worker: Callable[[Transport], None], world: World) -> str | None:

@@ -23,7 +23,7 @@ from .clock import Activity, Clock, Mark, TimeSplit
 from .comm import Transport
 from .link import Message, PeerLost
 from .partition import Tied
-from .reduction import Finished, Reducer, Requests, Sums
+from .reduction import Finished, Later, Reducer, Requests, Sums
 from .sharding import gather_masters, share
 from .staging import copy_to_host
 from .streams import Event, Streams, await_device, fetch
@@ -56,11 +56,12 @@ class StepReport:
     loss: float
     """Of the batch, at the weights it ran with."""
     utilisations: tuple[float, ...]
-    """Per stage: the share of the time since the pipeline filled that it spent computing; nan before that."""
+    """Per stage: the share of the time since the pipeline filled that it spent computing; nan before that. Where no
+    update waits for a sum over stages, this and `splits` are of a few steps earlier, and at first of one stage."""
     splits: tuple[TimeSplit, ...]
     """Per stage: where the time between the ends of its last two batches went."""
     gradient_norms: dict[str, float]
-    """Per group, before clipping."""
+    """Per group, before clipping; of this stage alone where updates wait for no sum over stages."""
     learning_rates: dict[str, float]
     alignments: dict[str, Alignment]
     """Per group, of the two updates before this one."""
@@ -136,21 +137,23 @@ class Executor:
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
         self._owners = owners
-        self._reducer = Reducer(
-            transport,
-            [group.name for group in groups],
-            updater.group_of,
-            tied,
-            schedule.global_update,
-            owners,
-            reduction_dtype,
-        )
         self._streams = Streams(device)
         self._background = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"update of stage {transport.stage}",
             initializer=torch.set_num_threads,  # OpenMP starts every thread with a limit of its own
             initargs=(torch.get_num_threads(),),
+        )
+        self._reducer = Reducer(
+            transport,
+            [group.name for group in groups],
+            updater.group_of,
+            tied,
+            schedule.global_update,
+            # A batch's last backward gets from the last stage to the first in so many steps, and the vectors with it.
+            Later(self._background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches)),
+            owners,
+            reduction_dtype,
         )
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
@@ -188,6 +191,7 @@ class Executor:
                         yield report
                     if self._is_stopped():
                         break
+                self._reducer.later.finish()
                 self._transport.flush()
             self._await_the_end()
             self.clock.finish()

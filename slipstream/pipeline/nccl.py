@@ -13,17 +13,18 @@ whatever is loaded, compiled, allocated or freed at any time:
 2. An operation is launched only when what every rank gives to it is ready on its device.
 3. No stream waits for another rank. A thread of the host waits until a message has arrived or a sum is there, and only
    then is work enqueued that needs it. So no queue of the device is ever blocked by a rank that is late.
-4. A rank takes part in one launch at a time. It has one `Turn`, which an operation holds on all of its ranks, from
-   before the first of them launches until the calls have returned on all. Turns are taken in ascending order of ranks.
+4. A rank takes part in one launch at a time. It has one turn to give: an operation takes those of all its ranks, in
+   ascending order, before the first of them launches, and gives them back when the calls have returned.
 5. What hosts tell each other, and how they take turns, goes over gloo, which needs no device.
 
-Why they suffice: take a rank that waits for its device. Kernels that spin there belong to operations that all ranks
-have launched, which end when their bytes have passed; or to the one operation that holds the rank's turn. The other
-ranks of that one hold their turns for it as well, so none of their devices spins in anything else that has not been
-launched everywhere. Whatever they wait for before they launch their side is therefore over in finite time, the
-operation ends, and so does the wait. Turns themselves are taken in one order, so nobody waits in a circle for them.
+Why they suffice: let t(X) be the moment at which operation X had all its turns. A rank A that waits for its device
+waits for kernels whose other sides are launched, which end when their bytes have passed; or for some X that A has
+launched and B has not. B holds its turn for X at least until it has launched. If B is held up too, it is by some Y
+that B launched and C did not, and B got its turn for X after that launch: so t(Y) < t(X). From rank to rank the moments
+lie further back, so the waits cannot close a circle; the last of them has nothing to wait for, launches, and all end
+one after the other. Turns are taken in one order, so nobody waits in a circle for those.
 tests/pipeline/test_nccl_rules.py plays this through every order of events, with hosts that may be held up at any
-moment, and finds the deadlocks that appear once rule 4 is left out or weakened.
+moment, and finds the deadlocks that appear once rule 4 is weakened.
 
 The rules also keep multiprocessors free: a kernel of NCCL runs for as long as its bytes take, and not for as long as
 the slower stage computes.
@@ -239,8 +240,8 @@ class NcclLink(Link):
             del message
 
     def _transfer(self, operation: Callable[..., dist.Work | None], message: Message) -> None:
-        """Launches this side while both ranks hold their turn for it, and returns when the bytes have passed: the lower
-        rank takes its turn, has the higher take its own, and both launch."""
+        """Launches this side once both ranks have given it their turns, and returns when the bytes have passed: the
+        lower rank takes its turn, has the higher take its own, and both launch."""
         if self._is_lower:
             with self._turn:
                 self._wire.tell(_TAKE)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.groups import Group, assign
-from ..schedule import Schedule, ScheduleError
+from ..schedule import STEPPING_ALONE, Schedule, ScheduleError, waits_for_sum
 from .comm import Transport
 from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
@@ -135,7 +135,7 @@ class Pipeline:
             ),
             groups,
             bool(tied),
-            skip_non_finite or requests is not None,
+            skip_non_finite,
             bool(recompute),
             bool(compile),
         )
@@ -320,12 +320,8 @@ def plan_schedule(
     recomputes: bool = False,
     compiles: bool = False,
 ) -> Schedule:
-    """The schedule as these groups need it, or one sentence why the two do not go together.
-
-    pipedream and paci update a stage as soon as its own gradient is there. They wait for the other stages only if a sum
-    over stages is needed; two_bw has slack for it, and a flushing schedule waits anyway.
-    """
-    if schedule.name not in ("pipedream", "paci"):
+    """The schedule as these groups need it, or one sentence why the two do not go together."""
+    if schedule.name not in STEPPING_ALONE:
         return schedule
     if has_tied:
         raise ScheduleError(
@@ -350,4 +346,4 @@ def plan_schedule(
                     "predict into, and paci keeps none: set it to 0, or use two_bw"
                 )
     clips = any(group.clip_norm is not None for group in groups)
-    return replace(schedule, global_update=clips or skip_non_finite)
+    return replace(schedule, global_update=waits_for_sum(schedule.name, clips, skip_non_finite))

@@ -5,6 +5,9 @@ tied weights, between the stages that hold a copy; then one short vector from ev
 and the squared gradient norm of every group. All stages add up the same numbers in the same order, so all of them clip
 alike and all of them see an inf or a nan in the same step.
 
+Where no update needs a sum over stages (pipedream and paci without clipping), none waits for one: the vector passes in
+the background, and what the stages ask for and tell of their time is heeded some steps later, on all of them alike.
+
 Where replicas share the optimizer, each gets the gradients of the parameters it owns and no others, and the vector is
 summed over them first.
 """
@@ -12,8 +15,10 @@ summed over them first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -82,6 +87,25 @@ class Finished:
     """This stage's."""
 
 
+class Later:
+    """Gathers in the background, each taken `lag` steps after it was begun, by all stages alike: when it is asked for,
+    it has long been there."""
+
+    def __init__(self, background: Executor, lag: int) -> None:
+        self._background, self._lag = background, lag
+        self._under_way: deque[Future[list[Tensor]]] = deque()
+
+    def exchange(self, gather: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+        """None: there is none of so many steps ago."""
+        self._under_way.append(self._background.submit(gather))
+        return self._under_way.popleft().result() if len(self._under_way) > self._lag else None
+
+    def finish(self) -> None:
+        """Waits for all that is under way: every stage has begun as many."""
+        while self._under_way:
+            self._under_way.popleft().result()
+
+
 @dataclass(frozen=True)
 class Reducer:
     transport: Transport
@@ -91,7 +115,9 @@ class Reducer:
     tied: Mapping[str, Tied]
     """This stage's tied parameters."""
     is_global: bool
-    """Sum over all stages; otherwise over this one alone, without a message."""
+    """Sum over all stages; otherwise over this one alone, and the others hear of it later."""
+    later: Later
+    """Where it is not global."""
     owners: Mapping[str, int] | None = None
     """Of every parameter, the replica that steps it; None: all do."""
     dtype: torch.dtype | None = None
@@ -108,15 +134,20 @@ class Reducer:
             if self._is_own(name):
                 gradient = finished.gradients[name] = finished.gradients[name].contiguous()
                 self.transport.add_stages(gradient, tied.stages, waiting, self.dtype)
-        own = self._vector(finished, requests)
+        sums = self._vector(finished, requests)
         if self.owners is not None:
-            self.transport.add_replicas([own]).wait(waiting)
+            self.transport.add_replicas([sums]).wait(waiting)
         times = torch.tensor([finished.utilisation, *finished.split], dtype=torch.float64)
-        vector = torch.cat([times, fetch(own, stage, self.transport.timeout_seconds, waiting)])
-        if not self.is_global:
-            return self._add_up([vector], [stage])
+        vector = torch.cat([times, fetch(sums, stage, self.transport.timeout_seconds, waiting)])
         everyone = tuple(range(num_stages))
-        return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
+        if self.is_global:
+            return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
+        own = self._add_up([vector], [stage])
+        vectors = self.later.exchange(lambda: self.transport.gather(vector, everyone).wait(waiting))
+        if vectors is None:
+            return replace(own, requests=Requests())
+        told = self._add_up(vectors, everyone)
+        return replace(own, requests=told.requests, utilisations=told.utilisations, splits=told.splits)
 
     def _is_own(self, name: str) -> bool:
         return self.owners is None or self.owners[name] == self.transport.replica

@@ -26,7 +26,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ..schedule import Schedule, ScheduleError
+from ..schedule import STEPPING_ALONE, Schedule, ScheduleError
 from ..schedule.simulate import Costs, simulate
 from .orders import Order, Seconds, make_order, play
 
@@ -43,7 +43,7 @@ SCHEDULES = (
 )
 FLUSHING = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v")
 IN_CHUNKS = ("interleaved_1f1b", "zero_bubble_v")
-STEPPING_ALONE = ("pipedream", "paci", "zero_bubble_h1", "zero_bubble_v")
+UPDATING_ALONE = (*STEPPING_ALONE, "zero_bubble_h1", "zero_bubble_v")
 
 MAX_SIMULATED = 20_000
 """Actions that `slipstream.schedule` is asked to simulate; beyond them, arrays and formulas take over."""
@@ -166,7 +166,7 @@ def _schedule(name: str, num_stages: int, num_microbatches: int, num_steps: int 
         num_microbatches,
         num_steps,
         depth="double" if name == "two_bw_double" else "minimum",
-        global_update=name not in STEPPING_ALONE,
+        global_update=name not in UPDATING_ALONE,
     )
 
 
@@ -211,7 +211,7 @@ def _flushing(name: str, costs: StageCosts, num_microbatches: int) -> Prediction
         return _simulated(name, costs, _schedule(name, num_stages, num_microbatches, num_steps), none_late)
     order = make_order(name, num_stages, num_microbatches)
     tolerance = 1e-9 if order.codes.size <= MAX_SIMULATED else 5e-3
-    step_time = _flushing_step_time(order, costs, name in STEPPING_ALONE, tolerance)
+    step_time = _flushing_step_time(order, costs, name in UPDATING_ALONE, tolerance)
     one_version = (1,) * num_stages
     return _computed(
         name, costs, num_microbatches, step_time, order.in_flight, one_version, none_late, is_simulated=True

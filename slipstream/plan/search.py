@@ -16,6 +16,7 @@ from ..config import Config
 from ..model import ModelConfig
 from ..pipeline import partition
 from ..schedule import SCHEDULES as RUNNABLE
+from ..schedule import STEPPING_ALONE
 from .costs import ModelCosts
 from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
 from .predict import FLUSHING, IN_CHUNKS, SCHEDULES, Prediction, StageCosts, predict, why_not
@@ -187,7 +188,7 @@ class Search:
         return self._cuts[num_stages]
 
     def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
-        if self.model.tied_embeddings and name in ("pipedream", "paci"):
+        if self.model.tied_embeddings and name in STEPPING_ALONE:
             return "its stages step at different times, and tied weights need first and last together"
         if self.config.train.recompute_every and name == "paci":
             return "it overwrites the weights that recomputed blocks would need again"

@@ -1,6 +1,18 @@
 """Schedules as plain data: made, checked, simulated and drawn without torch."""
 
 from .action import Action, Key, Op, requires
-from .schedule import DEPTHS, FLUSHING, SCHEDULES, Schedule, ScheduleError
+from .schedule import DEPTHS, FLUSHING, SCHEDULES, STEPPING_ALONE, Schedule, ScheduleError, waits_for_sum
 
-__all__ = ["DEPTHS", "FLUSHING", "SCHEDULES", "Action", "Key", "Op", "Schedule", "ScheduleError", "requires"]
+__all__ = [
+    "DEPTHS",
+    "FLUSHING",
+    "SCHEDULES",
+    "STEPPING_ALONE",
+    "Action",
+    "Key",
+    "Op",
+    "Schedule",
+    "ScheduleError",
+    "requires",
+    "waits_for_sum",
+]

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .action import Action, Key, Op, requires
-from .schedule import Schedule, ScheduleError
-
-UNALIGNED = ("pipedream", "paci")
-"""Their stages never hold the same number of updates at once, so an evaluation reads what each stage has."""
+from .schedule import STEPPING_ALONE, Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ def _check_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -
                 raise ScheduleError(f"{action} writes out of turn: version {newest + 1} comes next")
             newest = version
         elif action.op is Op.EVALUATE:
-            if version != newest and schedule.name not in UNALIGNED:
+            if version != newest and schedule.name not in STEPPING_ALONE:
                 raise ScheduleError(f"{action} runs after {newest} updates of its stage, not after {version}")
         else:
             if version > newest:
@@ -218,7 +215,7 @@ def _promised_version(schedule: Schedule, action: Action, newest: int) -> int:
 
 def _check_live_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -> int:
     """Returns the most versions held at once: the newest, and all that are still to be read."""
-    blind = (Op.UPDATE, Op.EVALUATE) if schedule.name in UNALIGNED else (Op.UPDATE,)
+    blind = (Op.UPDATE, Op.EVALUATE) if schedule.name in STEPPING_ALONE else (Op.UPDATE,)
     last_read = {action.version: index for index, action in enumerate(actions) if action.op not in blind}
     num_versions = schedule.num_versions(stage)
     oldest = max(min(schedule.sync_start_steps, schedule.first_step), schedule.first_step - num_versions + 1)

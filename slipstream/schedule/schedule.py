@@ -16,11 +16,19 @@ from .action import Action, Op
 
 SCHEDULES = ("gpipe", "one_f_one_b", "two_bw", "pipedream", "paci")
 FLUSHING = ("gpipe", "one_f_one_b")
+STEPPING_ALONE = ("pipedream", "paci")
+"""Their stages never hold the same number of updates at once. Each steps when its own gradient is there."""
 DEPTHS = ("minimum", "double")
 
 
 class ScheduleError(ValueError):
     """A schedule that cannot exist, or that breaks a promise."""
+
+
+def waits_for_sum(name: str, clips: bool = False, skips_non_finite: bool = False) -> bool:
+    """Whether an update waits for a sum over all stages. Stages that step alone do so only for a norm to clip by, or a
+    verdict on inf and nan; two_bw has slack for it, and a flushing schedule waits anyway."""
+    return name not in STEPPING_ALONE or clips or skips_non_finite
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ class Schedule:
         pending: list[int] = []
         # After the update that a run is taken up from, its evaluation is still to come.
         due = sorted(step for step in set(self.evaluate_after) if step >= self.first_step - 1)
-        consistent = self.name not in ("pipedream", "paci")
+        consistent = self.name not in STEPPING_ALONE
 
         def evaluate(steps: list[int]) -> Iterator[Action]:
             for step in steps:

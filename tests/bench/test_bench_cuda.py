@@ -108,7 +108,7 @@ def test_as_trained_has_masters_in_float32_and_two_groups():
 
 def test_more_microbatches_have_fewer_steps_and_every_world_the_same_rivals():
     worlds = gpu_worlds(SETTING, 4, [4, 8, 16, 2], 3)
-    assert [each.num_steps for each in worlds] == [18, 11, 10, 18]
+    assert [each.num_steps for each in worlds] == [13, 10, 10, 13]
     assert {len(each.rivals) for each in worlds} == {13}
     assert [rival.name for rival in worlds[0].rivals if rival.as_trained] == [AS_TRAINED]
 

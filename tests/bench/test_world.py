@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -12,13 +14,16 @@ from slipstream import launch
 from slipstream.arguments import RunFailure
 from slipstream.bench.links import link_latency, message_seconds
 from slipstream.bench.rivals import Refused, Rival, StageRun
-from slipstream.bench.world import World, _turn_deadline, compete
+from slipstream.bench.world import Stopped, World, _turn_deadline, compete
 from slipstream.pipeline import StageFailure
 
 pytestmark = [forks, pytest.mark.filterwarnings("ignore")]  # torch's own, in the forked stages
 
 
 def fake_run(rival, workload, unbalanced, transport, num_steps):
+    if rival.name == "is interrupted" and transport.stage == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
     if rival.name == "breaks" and transport.stage == 1:
         raise RuntimeError("no such luck")
     if rival.name == "refuses":
@@ -34,6 +39,15 @@ def test_a_rival_that_fails_is_left_behind_and_the_others_get_all_their_rounds(m
     assert not first.failure and not last.failure
     assert not breaks.rounds and "no such luck" in breaks.failure
     assert not refuses.rounds and refuses.failure == "not with two"
+
+
+def test_an_interrupt_keeps_the_rounds_that_are_finished(monkeypatch):
+    monkeypatch.setattr("slipstream.bench.world.run", fake_run)
+    rivals = tuple(Rival(name, 2) for name in ("first", "is interrupted", "last"))
+    with pytest.raises(Stopped) as stopped:
+        compete(World("emulated", 2, rivals, num_rounds=2, num_steps=3))
+    assert isinstance(stopped.value.__cause__, KeyboardInterrupt)
+    assert [each.seconds_per_step for each in stopped.value.outcomes] == [[2.0], [], []]
 
 
 def test_stages_that_fail_before_the_first_rival_end_the_run(monkeypatch):
