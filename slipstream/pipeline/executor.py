@@ -144,16 +144,17 @@ class Executor:
             initializer=torch.set_num_threads,  # OpenMP starts every thread with a limit of its own
             initargs=(torch.get_num_threads(),),
         )
+        # A batch's last backward gets from the last stage to the first in so many steps, and what it tells with it.
+        self._later = Later(self._background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches))
         self._reducer = Reducer(
             transport,
             [group.name for group in groups],
             updater.group_of,
             tied,
             schedule.global_update,
-            # A batch's last backward gets from the last stage to the first in so many steps, and the vectors with it.
-            Later(self._background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches)),
             owners,
             reduction_dtype,
+            self._later,
         )
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
@@ -191,7 +192,7 @@ class Executor:
                         yield report
                     if self._is_stopped():
                         break
-                self._reducer.later.finish()
+                self._later.finish()
                 self._transport.flush()
             self._await_the_end()
             self.clock.finish()

@@ -116,12 +116,12 @@ class Reducer:
     """This stage's tied parameters."""
     is_global: bool
     """Sum over all stages; otherwise over this one alone, and the others hear of it later."""
-    later: Later
-    """Where it is not global."""
     owners: Mapping[str, int] | None = None
     """Of every parameter, the replica that steps it; None: all do."""
     dtype: torch.dtype | None = None
     """That gradients of replicas are summed in, and those of tied weights exchanged in; None: that of the gradients."""
+    later: Later | None = None
+    """Where it is not global: how the others hear of it. None: they do not."""
 
     def reduce(self, finished: Finished, waiting: Waiting) -> Sums:
         """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
@@ -143,6 +143,8 @@ class Reducer:
         if self.is_global:
             return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
         own = self._add_up([vector], [stage])
+        if self.later is None:
+            return own
         vectors = self.later.exchange(lambda: self.transport.gather(vector, everyone).wait(waiting))
         if vectors is None:
             return replace(own, requests=Requests())
