@@ -167,7 +167,7 @@ class TrainSection:
     seed: int = 0
     """Of the weights and of the order of the data."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the stages compute; every stage that is a process wants a GPU of its own."""
+    """Where the stages compute; a stage that is a process wants a GPU of its own, unless pipeline.share_gpu is set."""
     dtype: Literal["float32", "float64"] = "float32"
     """Of the weights that the optimizer steps, and of its state."""
     compute_dtype: Literal["float64", "float32", "bfloat16"] | None = None
@@ -175,7 +175,8 @@ class TrainSection:
     gradient_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """That the gradients of a step's microbatches are added up in. None: train.dtype."""
     reduction_dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """That the gradients of replicas are added up in, and travel in. None: train.gradient_dtype."""
+    """That the gradients of replicas are added up in, and travel in; those of tied weights travel in it between stages.
+    None: train.gradient_dtype."""
     non_finite: Literal["raise", "skip"] = "raise"
     """An inf or nan in loss or gradient stops the run, or costs one update, on all stages alike."""
     track_alignment: bool = True

@@ -59,7 +59,7 @@ class Pipeline:
                        layers. In a coarser one, masters in the layers' own are kept besides. Parameters that their
                        module names in an attribute `keeps_dtype` stay as they are
     gradient_dtype     that a batch's gradients are added up in; None: that of the working copies
-    reduction_dtype    that the gradients of replicas are added up in; None: that of the gradients
+    reduction_dtype    that gradients of replicas are added up in, and those of tied weights travel in; None: their own
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
     recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
                        the backward

@@ -338,7 +338,7 @@ def test_gradients_summed_in_another_dtype_are_copied_first(reduction, copies, s
             seen.append(live.now)
 
     class Alone:
-        stage, num_stages, replica, num_replicas = 0, 1, 0, 2
+        stage, num_stages, replica, num_replicas, timeout_seconds = 0, 1, 0, 2, 60.0
 
         def add_replicas(self, tensors, owners=None) -> Exchange:
             return Replicas()
