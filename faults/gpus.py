@@ -6,6 +6,9 @@
 A stage is killed, stopped, raises, or runs out of memory in the middle of a run, in each way to start one: by
 slipstream itself, by torchrun, and by hand as srun does (RANK, WORLD_SIZE and MASTER_ADDR in the environment). All
 ranks must be gone within the time-out and ten seconds. Then undisturbed starts by hand: every rank must exit with 0.
+
+    python -m faults.gpus --cold 30            cold starts of `slipstream train` in a row
+    python -m faults.gpus --long 2000          one run of so many steps, with both and two reshapes: is its memory flat?
 """
 
 from __future__ import annotations
@@ -184,12 +187,91 @@ def start_by_hand(device: str) -> list[str]:
     return [] if not any(codes) else [f"exit codes {codes}: {said[-600:]}"]
 
 
+# ---- undisturbed runs
+
+
+def train_command(folder: Path, device: str, num_steps: int, *more: str) -> list[str]:
+    options = {
+        "run.folder": folder,
+        "run.name": "run",
+        "train.device": device,
+        "train.steps": num_steps,
+        "pipeline.stages": NUM_STAGES,
+        "pipeline.timeout-seconds": 60,
+        "evaluation.every-steps": max(2, num_steps // 40),
+        "evaluation.batches": 2,
+        "checkpoint.every-steps": max(3, num_steps // 20),
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    shared = ["--pipeline.share-gpu"] if device == "cuda" else []
+    return [sys.executable, "-m", "slipstream", "train", *words, *shared, *more]
+
+
+def start_cold(device: str) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                train_command(Path(name), device, 12), capture_output=True, text=True, timeout=120 + TIMEOUT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            print("cold start: HANGS", flush=True)
+            return ["a cold start hangs"]
+    print(f"cold start: exit code {done.returncode}, {time.monotonic() - began:.1f} s", flush=True)
+    return [] if done.returncode == 0 else [f"a cold start ended with {done.returncode}: {done.stderr[-300:]}"]
+
+
+def memory_of(run: subprocess.Popen[str]) -> tuple[int, int]:
+    """MiB of the run's processes: of the host and, as far as nvidia-smi tells, of the device."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,rss="], capture_output=True, text=True).stdout.split("\n")
+    rows = [tuple(map(int, line.split())) for line in listed if line.strip()]
+    own = {run.pid}
+    while more := {pid for pid, parent, _ in rows if parent in own} - own:
+        own |= more
+    on_host = sum(rss for pid, _, rss in rows if pid in own) // 1024
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True
+        ).stdout.split()
+    except OSError:
+        told = []
+    return on_host, sum(int(word) for word in told if word.isdigit())
+
+
+def run_long(device: str, num_steps: int) -> list[str]:
+    """Memory is compared between a quarter of the way and the end, in the same number of stages."""
+    third = num_steps // 3
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        command = train_command(
+            Path(name), device, num_steps, "--pipeline.reshape", f"{third}=2", f"{third + num_steps // 10}=4"
+        )
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        rows, seen = Path(name) / "run" / "metrics.jsonl", list[tuple[int, int, int]]()
+        began = time.monotonic()
+        while run.poll() is None and time.monotonic() - began < 60 + num_steps:
+            time.sleep(2.0)
+            num_rows = rows.read_bytes().count(b'"loss"') if rows.exists() else 0
+            seen.append((num_rows, *memory_of(run)))
+        run.kill()
+        said = run.communicate()[1]
+    early = [each for each in seen if num_steps // 6 < each[0] < third]
+    late = [each for each in seen if each[0] > 0.8 * num_steps]
+    if run.returncode != 0 or not early or not late:
+        return [f"the long run ended with {run.returncode}: {said[-300:]}"]
+    print(f"{num_steps} steps in {time.monotonic() - began:.0f} s; MiB of the host and of the device:", flush=True)
+    print(f"  step {early[-1][0]}: {early[-1][1:]}, step {late[-1][0]}: {late[-1][1:]}", flush=True)
+    grown = [after / max(1, before) - 1 for before, after in zip(early[-1][1:], late[-1][1:], strict=True)]
+    return [] if max(grown) < 0.1 else [f"memory grew by {100 * max(grown):.0f} %"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults.gpus", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
     parser.add_argument("--springs", nargs="*", choices=SPRINGS, default=SPRINGS)
     parser.add_argument("--starts", type=int, default=20, help="undisturbed starts by hand")
+    parser.add_argument("--cold", type=int, default=0, help="only so many cold starts in a row")
+    parser.add_argument("--long", type=int, default=0, help="only one run of so many steps")
     parser.add_argument("--stage", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--spring", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -198,9 +280,14 @@ def main() -> None:
         code = stage_main(given)
         sys.stdout.flush()
         os._exit(code)
-    faults = [fault for way in given.ways for spring in given.springs for fault in try_fault(way, spring, given.device)]
-    for _ in range(given.starts):
-        faults += start_by_hand(given.device)
+    faults: list[str] = []
+    if given.cold or given.long:
+        faults += [fault for _ in range(given.cold) for fault in start_cold(given.device)]
+        faults += run_long(given.device, given.long) if given.long else []
+    else:
+        pairs = [(way, spring) for way in given.ways for spring in given.springs]
+        faults += [fault for way, spring in pairs for fault in try_fault(way, spring, given.device)]
+        faults += [fault for _ in range(given.starts) for fault in start_by_hand(given.device)]
     print("WRONG: " + "; ".join(faults) if faults else "all as it should be")
     sys.exit(1 if faults else 0)
 
