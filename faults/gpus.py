@@ -265,7 +265,8 @@ def run_long(device: str, num_steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m faults.gpus", description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m faults.gpus", description=__doc__, formatter_class=form)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
     parser.add_argument("--springs", nargs="*", choices=SPRINGS, default=SPRINGS)
