@@ -14,7 +14,7 @@ whatever is loaded, compiled, allocated or freed at any time:
 3. No stream waits for another rank. A thread of the host waits until a message has arrived or a sum is there, and only
    then is work enqueued that needs it. So no queue of the device is ever blocked by a rank that is late.
 4. A rank takes part in one launch at a time. It has one turn to give: an operation takes those of all its ranks, in
-   ascending order, before the first of them launches, and gives them back when the calls have returned.
+   ascending order, before the first of them launches. A rank gives it back when its own call has returned.
 5. What hosts tell each other, and how they take turns, goes over gloo, which needs no device.
 
 Why they suffice: let t(X) be the moment at which operation X had all its turns. A rank A that waits for its device
@@ -52,7 +52,7 @@ FOREVER = timedelta(days=365)
 LINK_BLOCKS = 2
 """Thread blocks, and so at most as many multiprocessors, that one transfer between stages may occupy."""
 _WORD_LENGTH = 256
-_END, _TAKE, _TAKEN, _LAUNCHED = -1, -2, -3, -4
+_END, _TAKE, _TAKEN = -1, -2, -3
 
 
 def prepare_environment() -> None:
@@ -223,8 +223,7 @@ class NcclLink(Link):
             spec = Spec.of(message).encode()
             if len(spec) >= _WORD_LENGTH:
                 raise ValueError(f"{len(message)} tensors are too many to pass between two layers: pass fewer")
-            self._wire.tell(*spec)
-            self._transfer(dist.isend, message)
+            self._transfer(dist.isend, message, spec)
             del item, message  # the sender keeps its memory no longer than it has to
             with self._sent:
                 self._num_unsent -= 1
@@ -239,31 +238,27 @@ class NcclLink(Link):
             self._arrived.put(message)
             del message
 
-    def _transfer(self, operation: Callable[..., dist.Work | None], message: Message) -> None:
-        """Launches this side once both ranks have given it their turns, and returns when the bytes have passed: the
-        lower rank takes its turn, has the higher take its own, and both launch."""
+    def _transfer(self, operation: Callable[..., dist.Work | None], message: Message, spec: Sequence[int] = ()) -> None:
+        """Launches this side once both ranks have given it their turns, and returns when the bytes have passed. spec:
+        of the sender, which tells it to the receiver, and so begins."""
         if self._is_lower:
             with self._turn:
-                self._wire.tell(_TAKE)
+                self._wire.tell(*(spec or (_TAKE,)))
                 self._wire.hear()
-                works = self._launch(operation, message)
+                works = [operation(tensor, self._peer_rank, group=self._group) for tensor in message]
         else:
-            self._wire.hear()
+            if spec:
+                self._wire.tell(*spec)
+                self._wire.hear()
             with self._turn:
                 self._wire.tell(_TAKEN)
-                works = self._launch(operation, message)
+                works = [operation(tensor, self._peer_rank, group=self._group) for tensor in message]
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
         over = torch.cuda.Event()
         over.record()
         look_until(over)
-
-    def _launch(self, operation: Callable[..., dist.Work | None], message: Message) -> list[dist.Work]:
-        """Returns when the call has returned on the other side too."""
-        works = [operation(tensor, self._peer_rank, group=self._group) for tensor in message]
-        self._wire.tell(_LAUNCHED)
-        self._wire.hear()
-        return [work for work in works if work is not None]
 
 
 class Circle:
@@ -315,7 +310,6 @@ class Circle:
                 self._wait(dist.isend(word, self._higher, group=self._hosts), waiting)
             self._meet(waiting)
             works = launch()
-            self._meet(waiting)
         for work in works:
             if work is not None:
                 work.wait()
