@@ -48,7 +48,7 @@ class BenchArguments:
     microbatches: tuple[int, ...] = ()
     """cuda: numbers of microbatches to a step; 1, 2 and 4 times the stages if left out."""
     rivals: tuple[str, ...] = ()
-    """cuda: only rows whose name contains one of these words, and the bare loop."""
+    """cuda: only rows of these names, or whose names contain one of these words, and the bare loop."""
     share: int | None = None
     """cuda: percent of the GPU's multiprocessors for each stage; an even part if left out."""
     clock: int | None = None

@@ -96,15 +96,22 @@ def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Rival]:
 def gpu_worlds(
     setting: GpuSetting, num_stages: int, microbatches: Sequence[int], num_rounds: int, words: Sequence[str] = ()
 ) -> list[World]:
-    """One for each number of microbatches. words: of which a rival's name has to contain one; none: all rivals."""
+    """One for each number of microbatches. words: names of rivals, or parts of names; none: all rivals."""
     matrix = []
     for m in microbatches:
         bare, *others = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
-        rivals = [bare, *(rival for rival in others if not words or any(word in rival.name for word in words))]
+        names = [rival.name for rival in others]
+        wanted = [name for name in names if not words or any(_is_meant(name, word, names) for word in words)]
+        rivals = [bare, *(rival for rival in others if rival.name in wanted)]
         num_steps = NUM_GPU_WARM_UP_STEPS + max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m))
         num_steps = min(num_steps, NUM_GPU_WARM_UP_STEPS + GPU_NUM_STEPS)
         matrix.append(World("cuda", num_stages, tuple(rivals), num_rounds, num_steps, gpu=setting))
     return matrix
+
+
+def _is_meant(name: str, word: str, names: Sequence[str]) -> bool:
+    """A whole name means that rival alone, though it be a part of another's."""
+    return name == word if word in names else word in name
 
 
 def title(world: World) -> str:

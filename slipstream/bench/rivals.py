@@ -250,7 +250,7 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
     indices = placement.chunks(transport.stage)
     modules = [workload.chunk(index) for index in indices]
     assert isinstance(transport, ProcessTransport)
-    group = _nccl_group(transport) if workload.device.type == "cuda" else None
+    group = nccl_group(transport) if workload.device.type == "cuda" else None
     stages = [
         PipelineStage(module, index, placement.num_chunks, workload.device, group=group)
         for module, index in zip(modules, indices, strict=True)
@@ -282,7 +282,7 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
 
 
 @cache
-def _nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
+def nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
     """Of all stages, for torch's schedules: the default group is gloo's. It is made once, because it is kept. Its
     kernels have the priority and the number of blocks that ours have: on a slice of a GPU, receives that wait would
     otherwise keep the stage from computing what they wait for."""
