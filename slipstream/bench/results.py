@@ -15,7 +15,7 @@ import torch
 from .matrix import title
 from .rivals import TYING
 from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
-from .world import Outcome, World
+from .world import Outcome, Round, World
 
 YARDSTICK = "torch 1F1B"
 """On GPUs, what the others' speed is compared with."""
@@ -45,6 +45,8 @@ class Row:
     """Microbatches, or tokens where the compute is real."""
     utilisation: Spread | None
     ideal: float | None
+    busy: float | None
+    """slipstream: the share of a step in which a stage computes or makes an update in turn; the median over rounds."""
     overhead_seconds: float | None
     overhead_cpu_seconds: float | None
     """slipstream: the executor's own time per action, averaged over stages."""
@@ -73,6 +75,7 @@ def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int]
     differences = [p / each.seconds_per_step - 1 for p, each in zip(predictions, rounds, strict=False)]
     overheads = [statistics.fmean(stage.overhead for stage in each.costs) for each in rounds if each.costs]
     on_the_cpu = [statistics.fmean(stage.overhead_cpu for stage in each.costs) for each in rounds if each.costs]
+    shares = [_busy_share(rival.num_microbatches, each) for each in rounds if each.costs]
     units = rival.num_microbatches * world.units_per_microbatch
     return Row(
         name=rival.name,
@@ -80,6 +83,7 @@ def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int]
         per_second=units / outcome.median_seconds if rounds else None,
         utilisation=Spread.of(utilisations),
         ideal=ideal_utilisation(rival, world, rounds[0].facts) if rounds else None,
+        busy=statistics.median(shares) if shares else None,
         overhead_seconds=statistics.median(overheads) if overheads else None,
         overhead_cpu_seconds=statistics.median(on_the_cpu) if on_the_cpu else None,
         predicted_seconds=statistics.median(predictions) if predictions else None,
@@ -87,6 +91,11 @@ def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int]
         memory_bytes=max(memory) if memory else None,
         failure=outcome.failure,
     )
+
+
+def _busy_share(num_microbatches: int, measured: Round) -> float:
+    work = [num_microbatches * (stage.forward + stage.backward) + stage.update for stage in measured.costs]
+    return statistics.fmean(work) / measured.seconds_per_step
 
 
 def prediction_errors(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -151,6 +160,7 @@ def _columns(world: World, rows: Sequence[Row]) -> list[Column]:
         ("lowest - highest", lambda row: _range(row.utilisation, 1, ".3f")),
         ("ideal", lambda row: _number(row.ideal, ".3f")),
     ]
+    busy: list[Column] = [("device busy", lambda row: _number(row.busy, ".3f"))]
     overhead: list[Column] = [
         ("overhead per action, us", lambda row: _number(row.overhead_seconds, ".0f", scale=1e6)),
         ("on the CPU", lambda row: _number(row.overhead_cpu_seconds, ".0f", scale=1e6)),
@@ -164,7 +174,7 @@ def _columns(world: World, rows: Sequence[Row]) -> list[Column]:
         *speed,
         *(ratio if is_gpu else []),
         *utilisation,
-        *([] if is_gpu else overhead),
+        *(busy if is_gpu else overhead),
         *prediction,
         *([] if is_emulated else memory),
     ]

@@ -207,7 +207,8 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
     if workload.device.type == "cuda":  # the host runs ahead
         ends = _ends_on_device(clock.spans, rival.num_microbatches)
     facts = {"peak_in_flight": float(pipeline.executor.peak_in_flight)}
-    costs = _costs(clock, rival.num_microbatches, num_warm_up)
+    num_steady = plan.num_steps - (0 if rival.schedule in FLUSHING else 2)
+    costs = _costs(clock, rival.num_microbatches, num_warm_up, num_steady)
     return StageRun(steady(ends[num_warm_up:], rival.schedule), costs, facts)
 
 
@@ -221,10 +222,11 @@ def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]
     ]
 
 
-def _costs(clock: Clock, num_microbatches: int, num_warm_up: int = 0) -> StageCosts:
-    """Actions by their spans, those of the first two steps left out as they are from the step time; the overhead by the
-    clock's steady window or, after a warm-up, by the time between spans."""
-    spans = [span for span in clock.spans if span.action.microbatch >= (2 + num_warm_up) * num_microbatches]
+def _costs(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: int) -> StageCosts:
+    """Actions by their spans, from after the first two steps to where a pipeline begins to drain, as for the step time;
+    the overhead by the clock's steady window or, after a warm-up, by the time between spans."""
+    steady_microbatches = range((2 + num_warm_up) * num_microbatches, num_steady * num_microbatches)
+    spans = [span for span in clock.spans if span.action.microbatch in steady_microbatches]
 
     def mean(activity: Activity) -> float:
         seconds = [span.end - span.start for span in spans if span.activity is activity]
