@@ -1,35 +1,84 @@
-"""Held-out loss against the clock: a synchronous pipeline beside an asynchronous one with error feedback.
+"""Held-out loss against the clock: synchronous pipelines beside an asynchronous one with error feedback.
 
-    .venv/bin/python benchmarks/time_to_loss.py --output benchmarks/time_to_loss    about 20 minutes on two cores
+    python benchmarks/time_to_loss.py --output benchmarks/time_to_loss               two cores, less than an hour
+    python benchmarks/time_to_loss.py --device cuda --data PREFIX --output ...       one GPU, cut into slices
 
-The rules, fixed before the first full run; a trial of 12 steps had been seen when the fourth rival came:
-- `slipstream train` with its built-in default (P = 2, m = 4, Muon, the standard library's source as bytes), one core
-  per stage; the rivals differ in the schedule, in optimizer.error_feedback, and in train.steps where that is said.
-- The learning rate is the default, which was not tuned for either; its warm-up and cosine span each run's own steps.
-- The rivals take turns, seed by seed, so that noise hits all of them. Evaluations are a part of every run, and of its
-  time; starting the processes is not.
-- A delayed run needs more tokens to the same loss. So it is also given as many steps as fit into the synchronous run's
-  time by the schedules' ideal ratio, (m + P - 1) / m = 1.25: equal time, the question that matters. A fourth makes
-  the first sixth of its steps synchronously, and 1.2 times as many of them, which comes to the same time.
-- Time to loss: when a run's held-out loss first comes down to the final loss of the synchronous run of its seed,
-  between evaluations in a straight line; "never" is an answer.
+The rules:
+- Many small steps, because a delay is one of a step: it costs little where a step moves the weights little. On two
+  cores P = 2 and m = 2; on a GPU P = 4 and m = 4, a model of 121M parameters, and token shards that `slipstream prepare
+  --output PREFIX` wrote.
+- The rivals differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets a tenth more of
+  them, because it may need more tokens to the same loss, and only time counts. Weights, data, rate and everything else
+  are the same; the rate is a round number near the synchronous run's best.
+- "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and torch's ZBVZeroBubble, the fastest of torch's in
+  benchmarks/gpu_pipeline_h200_2026-11-17, runs beside it (benchmarks/torch_training.py).
+- The rivals take turns, seed by seed, so that noise hits all of them; on a GPU `--together` runs all seeds of a rival
+  side by side, each on slices of its own. Starting the processes is not counted. Evaluations are a part of slipstream's
+  time, and not of torch's.
+- Time to loss: when a run's held-out loss first comes down to the final loss of the 1F1B run of its seed, between
+  evaluations in a straight line; "never" is an answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-SYNCHRONOUS, EQUAL_STEPS = "1F1B", "2BW + EF"
-EQUAL_TIME, SYNC_START = "2BW + EF, 1.25 x steps", "2BW + EF, synchronous start, 1.2 x steps"
-COLOURS = {SYNCHRONOUS: "#6b7280", EQUAL_STEPS: "#3a84c4", EQUAL_TIME: "#e8952c", SYNC_START: "#c2185b"}
+from slipstream.bench.slices import sliced
+
+SYNCHRONOUS, ZERO_BUBBLE, DELAYED = "1F1B", "torch ZBVZeroBubble", "2BW + EF"
+COLOURS = {SYNCHRONOUS: "#6b7280", ZERO_BUBBLE: "#3a84c4", DELAYED: "#e8952c"}
+MORE_STEPS = 1.1
+"""Of a delayed run."""
+NUM_EVALUATIONS = 25
+STEPS = {"cpu": 4500, "cuda": 10_000}
+SEEDS = {"cpu": [0, 1, 2], "cuda": [0, 1]}
+SHARE = 12
+"""Percent of the GPU for each process: with more of it the clock falls where all are busy."""
+SETTINGS = {
+    "cpu": {
+        "model.dim": 64,
+        "model.hidden-dim": 128,
+        "model.sequence-length": 128,
+        "train.microbatch-size": 8,
+        "optimizer.learning-rate": 0.01,
+        "pipeline.stages": 2,
+        "pipeline.microbatches": 2,
+        "evaluation.batches": 32,
+    },
+    "cuda": {
+        "model.vocab-size": 16384,
+        "model.dim": 1024,
+        "model.num-layers": 7,
+        "model.num-heads": 8,
+        "model.num-kv-heads": 8,
+        "model.hidden-dim": 2816,
+        "model.sequence-length": 512,
+        "train.device": "cuda",
+        "train.compute-dtype": "bfloat16",
+        "train.microbatch-size": 2,
+        "optimizer.learning-rate": 0.005,
+        "optimizer.adamw-learning-rate": 0.001,
+        "optimizer.newton-schulz-dtype": "bfloat16",
+        "pipeline.stages": 4,
+        "pipeline.microbatches": 4,
+        "evaluation.batches": 16,
+    },
+}
+DELAYED_OPTIONS = ["--pipeline.schedule", "two_bw", "--optimizer.error-feedback", "1"]
+SYNCHRONOUS_OPTIONS = ["--pipeline.schedule", "one_f_one_b", "--optimizer.error-feedback", "0"]
 
 
 @dataclass(frozen=True)
@@ -40,46 +89,79 @@ class Run:
     seconds: list[float]
     """At each evaluation, from the start of the run."""
     losses: list[float]
-    utilisation: float
-    tokens_per_second: float
+    stolen: float = 0.0
+    """The share of this machine's time that went to its other guests meanwhile, as Linux counts it."""
 
 
-def rivals(num_steps: int) -> dict[str, list[str]]:
-    late = ["--pipeline.schedule", "two_bw", "--optimizer.error-feedback", "1"]
+def rivals(device: str, num_steps: int) -> dict[str, tuple[list[str], list[str], int]]:
+    """By name: what runs it, its options, and its steps."""
+    own = ["-m", "slipstream", "train"]
+    torchs = str(Path(__file__).with_name("torch_training.py"))
+    delayed = (own, DELAYED_OPTIONS, round(MORE_STEPS * num_steps))
+    if device == "cpu":
+        return {SYNCHRONOUS: (own, SYNCHRONOUS_OPTIONS, num_steps), DELAYED: delayed}
     return {
-        SYNCHRONOUS: ["--pipeline.schedule", "one_f_one_b", "--optimizer.error-feedback", "0", *_steps(num_steps)],
-        EQUAL_STEPS: [*late, *_steps(num_steps)],
-        EQUAL_TIME: [*late, *_steps(round(1.25 * num_steps))],
-        SYNC_START: [*late, *_steps(round(1.2 * num_steps)), "--pipeline.sync-start-steps", str(num_steps // 5)],
+        SYNCHRONOUS: ([torchs, "Schedule1F1B"], SYNCHRONOUS_OPTIONS, num_steps),
+        ZERO_BUBBLE: ([torchs, "ScheduleZBVZeroBubble"], SYNCHRONOUS_OPTIONS, num_steps),
+        DELAYED: delayed,
     }
 
 
-def _steps(count: int) -> list[str]:
-    return ["--train.steps", str(count)]
+def settings(device: str, data: str | None) -> list[str]:
+    words = [str(word) for name, value in SETTINGS[device].items() for word in (f"--{name}", value)]
+    words += ["--train.no-track-alignment", "--checkpoint.every-steps", "0"]
+    if data is not None:
+        words += ["--data.sources", f"{data}.train.*.bin", "--data.validation-sources", f"{data}.validation.*.bin"]
+    return words + (["--pipeline.share-gpu"] if device == "cuda" else [])
 
 
-def train(rival: str, seed: int, options: list[str], num_steps: int) -> Run:
+def train(seed: int, rival: str, runner: list[str], options: list[str], num_steps: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "slipstream", "train", "--run.folder", folder, "--run.name", "run"]
-        evaluation = ["--evaluation.every-steps", str(max(1, num_steps // 20))]
-        subprocess.run([*command, *options, *evaluation, "--train.seed", str(seed)], check=True, capture_output=True)
-        rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        rows_at = Path(folder) / "run" / "metrics.jsonl"
+        command = [sys.executable, *runner, "--run.folder", folder, "--run.name", "run", *options]
+        command += ["--train.seed", str(seed), "--train.steps", str(num_steps)]
+        command += ["--evaluation.every-steps", str(max(1, num_steps // NUM_EVALUATIONS))]
+        before = _machine_time()
+        with (Path(folder) / "said.txt").open("w+", encoding="utf-8") as said:
+            process = subprocess.Popen(command, stdout=said, stderr=said)
+            while process.poll() is None:
+                time.sleep(1.0)
+                _tell_progress(rival, seed, num_steps, rows_at)
+            said.seek(0)
+            if process.returncode:
+                sys.exit(f"{rival}, seed {seed}: {said.read()[-1000:]}")
+        rows = [json.loads(line) for line in rows_at.read_text(encoding="utf-8").splitlines()]
     clock, seconds, losses = 0.0, [], []
     for row in rows:
         clock += row.get("seconds", 0.0)
         if "val_loss" in row:
             seconds.append(clock)
             losses.append(row["val_loss"])
-    return Run(
-        rival,
-        seed,
-        summary["steps"],
-        seconds,
-        losses,
-        summary["utilisation"]["mean"],
-        summary["tokens_per_second"],
+    stolen, total = (after - earlier for earlier, after in zip(before, _machine_time(), strict=True))
+    run = Run(rival, seed, num_steps, seconds, losses, stolen / max(1, total))
+    print(
+        f"{rival}, seed {seed}: {num_steps} steps, {seconds[-1]:.0f} s, loss {losses[-1]:.4f}, "
+        f"{100 * run.stolen:.0f} % of the machine stolen",
+        flush=True,
     )
+    return run
+
+
+def _machine_time() -> tuple[int, int]:
+    """Stolen, and all; in ticks."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0].split()[1:9]]
+    except OSError:
+        return 0, 0
+    return ticks[7], sum(ticks)
+
+
+def _tell_progress(rival: str, seed: int, num_steps: int, rows: Path) -> None:
+    if not (sys.stderr.isatty() and rows.exists()):
+        return
+    lines = rows.read_bytes().rstrip().rsplit(b"\n", 1)
+    step = json.loads(lines[-1])["step"] + 1 if lines[-1].endswith(b"}") else 0
+    print(f"{rival}, seed {seed}: step {step}/{num_steps} ", end="\r", file=sys.stderr)
 
 
 def time_to(loss: float, run: Run) -> float | None:
@@ -95,25 +177,25 @@ def table(runs: list[Run]) -> str:
     finals = {run.seed: run.losses[-1] for run in runs if run.rival == SYNCHRONOUS}
     ends = {run.seed: run.seconds[-1] for run in runs if run.rival == SYNCHRONOUS}
     lines = [
-        "| schedule | steps | seconds | final held-out loss | to 1F1B's final loss, of 1F1B's time | utilisation |",
+        "| schedule | steps | seconds | final held-out loss | to 1F1B's final loss, s | as soon as 1F1B, times |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for rival in dict.fromkeys(run.rival for run in runs):
-        own = [run for run in runs if run.rival == rival]
-        shares = [(time_to(finals[run.seed], run), ends[run.seed]) for run in own]
-        reached = [seconds / end for seconds, end in shares if seconds is not None]
-        never = len(shares) - len(reached)
-        told = [_spread(reached, ".2f")] if reached else []
-        told += [f"never for {never} of {len(shares)} seeds"] if never else []
+        own = [run for run in runs if run.rival == rival and run.seed in finals]
+        reached = [(seconds, ends[run.seed]) for run in own if (seconds := time_to(finals[run.seed], run)) is not None]
+        never = f", never for {len(own) - len(reached)} of {len(own)} seeds" if len(reached) < len(own) else ""
         lines.append(
-            f"| {rival} | {own[0].steps} | {_spread([run.seconds[-1] for run in own], '.0f')} | "
-            f"{_spread([run.losses[-1] for run in own], '.3f')} | {', '.join(told)} | "
-            f"{_spread([run.utilisation for run in own], '.2f')} |"
+            f"| {rival} | {own[0].steps:,} | {_spread([run.seconds[-1] for run in own], '.0f')} | "
+            f"{_spread([run.losses[-1] for run in own], '.4f')} | "
+            f"{_spread([seconds for seconds, _ in reached], '.0f')}{never} | "
+            f"{_spread([end / seconds for seconds, end in reached], '.2f')} |"
         )
     return "\n".join(lines)
 
 
 def _spread(values: list[float], form: str) -> str:
+    if not values:
+        return ""
     middle = format(statistics.median(values), form)
     return f"{middle} ({min(values):{form}} - {max(values):{form}})" if len(values) > 1 else middle
 
@@ -132,13 +214,20 @@ def draw(runs: list[Run], path: Path) -> None:
         if run.rival == SYNCHRONOUS:
             axes.axhline(run.losses[-1], color=COLOURS[SYNCHRONOUS], linewidth=0.8, linestyle=":")
     axes.set_xlabel("seconds of training")
-    axes.set_ylabel("held-out nats per byte")
-    axes.set_ylim(top=min(max(run.losses[0] for run in runs), 3.5))
+    axes.set_ylabel("held-out loss, nats per token")
+    lowest = min(min(run.losses) for run in runs)
+    axes.set_ylim(lowest - 0.02 * lowest, 1.5 * lowest)
     axes.grid(alpha=0.3)
     axes.legend()
-    axes.set_title("P = 2, m = 4, one core per stage; dotted: the synchronous runs' final loss")
+    axes.set_title("The same loss, sooner. Dotted: where the runs of 1F1B end")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def earlier_runs(output: Path | None) -> list[Run]:
+    """What a command before this one, with the same output, has left: it is not made again."""
+    path = output and output.with_suffix(".json")
+    return [Run(**each) for each in json.loads(path.read_text(encoding="utf-8"))] if path and path.exists() else []
 
 
 def leave_behind(runs: list[Run], output: Path) -> None:
@@ -149,18 +238,34 @@ def leave_behind(runs: list[Run], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--output", type=Path, help="beginning of the names of a .json, a .md and a .png")
-    arguments = parser.parse_args()
-    runs: list[Run] = []
-    for seed in arguments.seeds:
-        for rival, options in rivals(arguments.steps).items():
-            runs.append(train(rival, seed, options, arguments.steps))
-            done = runs[-1]
-            print(f"seed {seed}, {rival}: {done.steps} steps, {done.seconds[-1]:.0f} s, loss {done.losses[-1]:.4f}")
-            if arguments.output:  # after every run: whoever stops it keeps what there is
-                leave_behind(runs, arguments.output)
+    parser.add_argument("--device", choices=tuple(SETTINGS), default="cpu")
+    parser.add_argument("--data", help="beginning of the names of token shards; on CPUs, the built-in text if left out")
+    parser.add_argument("--steps", type=int, help="of a synchronous run")
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--rivals", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--together", action="store_true", help="all seeds of a rival at a time")
+    parser.add_argument(
+        "--output", type=Path, help="beginning of the names of a .json, a .md and a .png; what is there is gone on with"
+    )
+    given = parser.parse_args()
+    if given.device == "cuda" and given.data is None:
+        parser.error("--data is missing: give the PREFIX of shards that slipstream prepare wrote")
+    seeds, fixed = given.seeds or SEEDS[given.device], settings(given.device, given.data)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runs = earlier_runs(given.output)
+    at_a_time = len(seeds) if given.together else 1
+    slices = sliced(4 * at_a_time, SHARE) if given.device == "cuda" else nullcontext()
+    with slices, ThreadPoolExecutor(at_a_time) as pool:
+        for batch in [seeds] if given.together else [[seed] for seed in seeds]:
+            for rival, (runner, options, num_steps) in rivals(given.device, given.steps or STEPS[given.device]).items():
+                done = {run.seed for run in runs if (run.rival, run.steps) == (rival, num_steps)}
+                left = [seed for seed in batch if seed not in done]
+                if not left or (given.rivals is not None and rival not in given.rivals):
+                    continue
+                job = partial(train, rival=rival, runner=runner, options=[*fixed, *options], num_steps=num_steps)
+                runs += pool.map(job, left)
+                if given.output:  # after every turn: whoever stops it keeps what there is
+                    leave_behind(runs, given.output)
     print(table(runs))
 
 

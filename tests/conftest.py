@@ -1,5 +1,6 @@
 """What all tests share: one thread, a small text, and the smallest run there is."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from slipstream.data import DataConfig
 # thread may hang. On ARM, oneDNN starts threads whatever limit it is given.
 torch.set_num_threads(1)
 torch.backends.mkldnn.enabled = False
+# A shell starts what runs in its background with Ctrl-C ignored, and what the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
