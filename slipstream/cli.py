@@ -370,7 +370,9 @@ class PrepareArguments:
     output: str
     """Path and beginning of the shards' names: data/web gives data/web.train.00000.bin and so on."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json."""
+    """"bytes", or a tokenizer.json or its folder."""
+    end_of_text: str | None = None
+    """The tokenizer's token that ends a document; found by its usual names if left out. "none": documents have no end."""
     shard_tokens: int = 100_000_000
     """Tokens in a shard, the last one aside."""
     validation_fraction: float = 0.05
@@ -408,7 +410,9 @@ def _prepare(arguments: list[str]) -> None:
                 given.validation_fraction,
                 lambda done, total: progress.update(task, completed=done, total=total),
                 text_field=given.text_field,
+                end_of_text=given.end_of_text,
                 overwrite=given.overwrite,
+                tell=console.print,
             )
     except DataError as error:
         raise UsageError(str(error)) from error

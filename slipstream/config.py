@@ -150,6 +150,9 @@ class OptimizerSection:
     """lam: how much of the one-step prediction to apply; 0 is plain delay. No effect while synchronous."""
     schedule: str = "cosine"
     """Learning rate by update: constant, cosine, linear or wsd, after a linear warm-up."""
+    horizon_steps: int | None = None
+    """Steps that warm-up and schedule are laid out for; the rate then stays where it is. None: train.steps, so that a
+    run which goes on for longer than planned changes its rate."""
     warmup_steps: int | None = None
     """None: a tenth of all steps."""
     decay_steps: int | None = None
@@ -301,6 +304,7 @@ AT_LEAST = {
     "optimizer.clip_norm": 0,
     "optimizer.learning_rate": 0,
     "optimizer.adamw_learning_rate": 0,
+    "optimizer.horizon_steps": 1,
     "optimizer.newton_schulz_steps": 1,
     "evaluation.every_steps": 0,
     "evaluation.batches": 0,
@@ -424,7 +428,8 @@ def _validate_pipeline(config: Config) -> None:
 
 
 def _validate_optimizer(config: Config) -> None:
-    section, steps = config.optimizer, config.train.steps
+    section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
+    whose = "train.steps" if section.horizon_steps is None else "optimizer.horizon_steps"
     for name in ("momentum", "beta1", "beta2"):
         value = getattr(section, name)
         if not 0 <= value < 1:
@@ -443,13 +448,13 @@ def _validate_optimizer(config: Config) -> None:
         value = getattr(section, name)
         if value is not None and not 0 <= value <= steps:
             raise ConfigError(
-                f"optimizer.{name} = {value} does not fit into train.steps = {steps}: use 0 to {steps}, or leave it out"
+                f"optimizer.{name} = {value} does not fit into {whose} = {steps}: use 0 to {steps}, or leave it out"
             )
     if section.schedule == "wsd" and section.warmup_steps and section.decay_steps:
         left = steps - section.warmup_steps
         if section.decay_steps > left:
             raise ConfigError(
-                f"optimizer.decay_steps = {section.decay_steps} is more than the {left} of train.steps = {steps} that "
+                f"optimizer.decay_steps = {section.decay_steps} is more than the {left} of {whose} = {steps} that "
                 f"optimizer.warmup_steps = {section.warmup_steps} leaves: use at most {left}"
             )
     if section.arguments and section.name in ("muon", "adamw"):

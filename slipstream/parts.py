@@ -73,7 +73,7 @@ def check(config: Config) -> Parts:
         sizes = _layers_per_stage(config, model)
         _check_processes(config, model)
         plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
-        learning_rate = _learning_rate(config)
+        rate = learning_rate(config)
     except ConfigError:
         raise
     except ValueError as error:
@@ -83,7 +83,7 @@ def check(config: Config) -> Parts:
             f"data.sources = {list(config.data.sources)} leads to {str(error.filename)!r}, which cannot be read "
             f"({error.strerror}): give another"
         ) from error
-    return Parts(model, batches, validation, groups, learning_rate, peak_rates(config), sizes)
+    return Parts(model, batches, validation, groups, rate, peak_rates(config), sizes)
 
 
 def in_shape_of(config: Config, parts: Parts) -> Parts:
@@ -377,8 +377,9 @@ def _check_window(tokens: Tokens, part: str, length: int, remedy: str) -> None:
         )
 
 
-def _learning_rate(config: Config) -> Callable[[int], float]:
-    section, steps = config.optimizer, config.train.steps
+def learning_rate(config: Config) -> Callable[[int], float]:
+    """By update: what every peak rate is multiplied by."""
+    section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
     warmup, decay = section.warmup_steps, section.decay_steps
     if warmup is None:
         warmup = min(steps // 10, steps - (decay or 0))

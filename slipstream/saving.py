@@ -60,7 +60,8 @@ class Wishes:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._save = True
+        """A run that stops saves itself at its end, and needs no checkpoint before."""
+        self._save = self._save or number == signal.SIGUSR1
         self._stop = self._stop or number == signal.SIGTERM
 
     def __call__(self) -> Requests:
@@ -97,7 +98,9 @@ class Saver:
         pipeline: Pipeline,
         store: Store,
         say: Callable[[str], None],
+        corpus: Mapping[str, Any],
     ) -> None:
+        """corpus: by which the training data are known again."""
         is_sharded = config.optimizer.sharded and transport.num_replicas > 1
         self._pipeline: Pipeline | None = pipeline
         self._every = config.checkpoint.every_steps
@@ -105,25 +108,31 @@ class Saver:
         self._is_writing = transport.replica == 0 or is_sharded
         replica = f".replica-{transport.replica}" if is_sharded else ""
         self._name = f"stage-{transport.stage}{replica}"
-        self._facts = {"run": batch_facts(config, model), "config": asdict(config)}
+        self._facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": dict(corpus)}
         num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None
         self._copies: Mapping[str, Tensor] = {}
         """Of the state, from one checkpoint to the next: the writer's while it is busy."""
         self._is_owed = False
+        schedule = pipeline.schedule
+        self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
+        """At most so many steps lie between what processes ask for that were sent a signal at the same moment."""
+        self._asked_after: int | None = None
 
     def after(self, report: StepReport) -> None:
         """Call it with every report, before the next one is asked for."""
         done = report.step + 1
-        is_due = report.save or (self._every > 0 and done % self._every == 0)
+        is_asked = report.save and (self._asked_after is None or done - self._asked_after > self._steps_apart)
+        self._asked_after = done if is_asked else self._asked_after
+        is_due = is_asked or (self._every > 0 and done % self._every == 0)
         if not report.busy and (is_due or self._is_owed):
             self._is_owed = False
             self._save(done)
         elif is_due:
             # All leave it out: a step that some save and others do not is no checkpoint, and were they busy in turns,
             # there would never be one. What somebody asked for is made up for.
-            self._is_owed = self._is_owed or report.save
+            self._is_owed = self._is_owed or is_asked
             if self._is_writing:
                 self._writer.leave_out(done)
 

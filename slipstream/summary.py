@@ -85,17 +85,20 @@ def summarise(
     val_loss: float | None,
     first_step: int,
     seconds: float,
+    earlier_seconds: float,
     expectation: Expectation | None,
     pipeline: Pipeline,
 ) -> dict[str, Any]:
-    """first_step, seconds: of all that was trained since the start, whatever shapes it had."""
+    """first_step, seconds: of all that was trained since the start of this process, whatever shapes it had.
+    earlier_seconds: of the steps before, if the run was taken up."""
     end = pipeline.executor.end or 0
     parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
     checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
     utilisations = [stage["utilisation"] for stage in stages]
     # A run that was killed after its last update has none left to make, and owes this summary alone.
     delays = [delay for stage in stages for delay in stage["delays"]] or [0]
-    tokens = parts.batches.num_tokens(0) * (end - first_step)
+    tokens_per_step = parts.batches.num_tokens(0)
+    tokens, whole_seconds = tokens_per_step * end, earlier_seconds + seconds
     tail = losses[-max(1, len(losses) // 20) :]
     return {
         "schedule": config.pipeline.schedule,
@@ -110,8 +113,9 @@ def summarise(
         "first_loss": losses[0],
         "last_loss": statistics.fmean(tail),
         "val_loss": val_loss,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "seconds": whole_seconds,
+        "tokens_per_second": tokens / whole_seconds,
+        "since_start": {"tokens": tokens_per_step * (end - first_step), "seconds": seconds},
         "utilisation": {"per_stage": utilisations, "mean": statistics.fmean(utilisations)},
         "expected_utilisation": expectation
         and {"per_stage": expectation.expected_by_stage, "mean": expectation.expected},

@@ -40,6 +40,7 @@ from .pipeline import (
     under_torchrun,
 )
 from .reshaping import Commands, Reshaping, check_moments
+from .resuming import changes, corpus_facts, keep_configuration
 from .saving import SIGNALS, Saver, Wishes, checkpoint_store, newest, state_of, sync_start_steps
 from .shape import COMMAND_NAME, Shape, moments, next_moment, num_processes, shape_at
 from .status import status_file
@@ -73,10 +74,15 @@ def train(config: Config) -> None:
         if not under_torchrun():  # whose other processes have yet to hear of it
             return
     elif is_first:
+        changed = [] if found is None else list(changes(found, config, parts))
+        if found is not None and changed:
+            keep_configuration(folder, found.step)
         _make_folder(folder, config, keep=config.checkpoint.resume)
         store.clean()
         if found is not None:
-            Screen().print(f"going on from the checkpoint of step {found.step}")
+            Screen().print("\n".join([f"going on from the checkpoint of step {found.step}", *changed]))
+        elif config.checkpoint.resume:
+            Screen().print(f"{folder} has no checkpoint to go on from: beginning with step 1")
         replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
@@ -270,7 +276,8 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
     metrics = (
         Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
     )
-    saver = Saver(config, parts.model, transport, pipeline, run.store, screen.print)
+    corpus = corpus_facts(parts.batches.tokens)
+    saver = Saver(run.config, parts.model, transport, pipeline, run.store, screen.print, corpus)
     run.savers.append(saver)
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
@@ -302,8 +309,10 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
     if metrics:
         if run.reshapes:  # the metrics are of the last shape
             seconds = time.perf_counter() - run.started
+        before = [row.get("seconds") for row in metrics.earlier if row["step"] < run.first_step]
+        earlier = sum(each for each in before if isinstance(each, (int, float)))
         summary = summarise(
-            config, parts, stages, losses, val_loss, run.first_step, seconds, metrics.expectation, pipeline
+            config, parts, stages, losses, val_loss, run.first_step, seconds, earlier, metrics.expectation, pipeline
         )
         summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
         leave_behind(folder, pipeline.schedule, summary, stages, metrics.expectation, screen)

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -347,6 +348,35 @@ def test_a_tokenizer_file_reads_whole_documents_and_ends_them(tmp_path: Path, to
     assert corpus.vocab_size == 301 and corpus.tokenizer.startswith("tokenizer.json ")
     assert corpus.train.parts[0].dtype == np.uint16
     refused(config, r"model\.vocab_size is 300, but the data has 301 token ids: raise it to that", vocab_size=300)
+
+
+@pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<eos>"])
+def test_documents_end_with_the_token_whatever_a_tokenizer_calls_it(tmp_path: Path, tokenizer: str, name: str) -> None:
+    renamed = tmp_path / "other" / "tokenizer.json"
+    renamed.parent.mkdir()
+    renamed.write_text(Path(tokenizer).read_text().replace("<|endoftext|>", name))
+    (tmp_path / "a.txt").write_text("the cat\n<|endoftext|>\nsat")
+    config = DataConfig(sources=(str(tmp_path / "a.txt"),), tokenizer=str(renamed.parent), validation_fraction=0)
+    assert everything(load_corpus(config).train).tolist() == [2, 3, 0, 300, 0]
+    said: list[str] = []
+    [shard] = prepare([str(tmp_path / "a.txt")], str(renamed), tmp_path / "s", validation_fraction=0, tell=said.append)
+    assert np.fromfile(shard, dtype=np.uint16).tolist() == [2, 3, 0, 300, 0]
+    assert said == ["2 documents that end with token 0; 5 tokens, 5.00 bytes of the files to a token"]
+
+
+def test_an_end_of_text_that_is_not_found_is_refused_unless_none_is_wanted(tmp_path: Path, tokenizer: str) -> None:
+    odd = tmp_path / "odd.json"
+    odd.write_text(Path(tokenizer).read_text().replace("<|endoftext|>", "<|fin|>"))
+    (tmp_path / "a.txt").write_text("the cat\n<|endoftext|>\nsat")
+    config = DataConfig(sources=(str(tmp_path / "a.txt"),), tokenizer=str(odd), validation_fraction=0)
+    refused(config, r"data\.tokenizer is '.*odd\.json', which has no token .* name its own with data\.end_of_text, or")
+    refused(replace(config, end_of_text="<|end|>"), r"data\.end_of_text is '<\|end\|>', which is no token of '.*odd")
+    refused(replace(config, tokenizer="bytes", end_of_text="x"), r"data\.end_of_text is 'x', and bytes have no such token")
+    refused(replace(config, tokenizer=str(tmp_path)[:-1] + "_"), "which does not exist")
+    assert everything(load_corpus(replace(config, end_of_text="<|fin|>")).train).tolist() == [2, 3, 0, 300, 0]
+    assert everything(load_corpus(replace(config, end_of_text="none")).train).tolist() == [2, 3, 300]
+    (tmp_path / "empty").mkdir()
+    refused(replace(config, tokenizer=str(tmp_path / "empty")), "a folder without a tokenizer.json: give one that has it")
 
 
 def test_a_missing_tokenizers_library_is_named(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ class DataConfig:
     validation_fraction: float = 0.05
     """The part held out: the end of the tokens, or whole files of "builtin"; shards may bring their own."""
     tokenizer: str = "bytes"
-    """Makes tokens of text: "bytes", or a tokenizer.json (needs slipstream[text]); shards had theirs."""
+    """Makes tokens of text: "bytes", or a tokenizer.json or its folder (needs slipstream[text]); shards had theirs."""
+    end_of_text: str | None = None
+    """The tokenizer's token that ends a document. None: found by its usual names. "none": documents have no end."""
     text_field: str = "text"
     """The field of a .jsonl object that holds its text."""
     token_dtype: Literal["uint8", "uint16", "uint32"] | None = None
@@ -112,7 +114,7 @@ def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
     if not files:
         return []
     if files[0].suffix != SHARD_SUFFIX:
-        tokenizer = load_tokenizer(config.tokenizer, "data.tokenizer")
+        tokenizer = load_tokenizer(config.tokenizer, "data.", config.end_of_text)
         pieces = (piece for file in files for piece in read_pieces(file, config.text_field))
         return [_encode(pieces, tokenizer)]
     parts = []
@@ -130,7 +132,7 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, held_out: bool = Fals
 
 def _read_builtin(config: DataConfig) -> list[_Part]:
     """The standard library, every file a document; the hash of its name says whether a file is held out."""
-    tokenizer = load_tokenizer(config.tokenizer, "data.tokenizer")
+    tokenizer = load_tokenizer(config.tokenizer, "data.", config.end_of_text)
     pieces: dict[bool, list[Piece]] = {False: [], True: []}
     total = 0
     for name, path in _builtin_files():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .shards import DTYPES, SPLITS, ShardInfo, sidecar, write_sidecar
-from .text import SHARD_SUFFIX, encode, expand, load_tokenizer, read_pieces
+from .text import SHARD_SUFFIX, Piece, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, num_held_out
 
 
@@ -39,14 +39,16 @@ def prepare(
     progress: Callable[[int, int], None] | None = None,
     *,
     text_field: str = "text",
+    end_of_text: str | None = None,
     overwrite: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Write PREFIX.train.00000.bin ... and PREFIX.validation.00000.bin ..., and return them in that order.
 
     The ids are those that `load_corpus` makes of the same text, the last `validation_fraction` of them held
     out. Neither text nor ids are ever whole in memory; the disk briefly holds the ids twice, because where
     the held-out part begins is known only at the end. Shards appear under their names when all are finished.
-    `progress(done_bytes, total_bytes)` is called as the text is read.
+    `progress(done_bytes, total_bytes)` is called as the text is read, `tell(sentence)` with what there was in it.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens is {shard_tokens}: set it to 1 or more.")
@@ -61,15 +63,22 @@ def prepare(
     stale = [old for pattern in patterns for old in sorted(prefix.parent.glob(pattern))]
     if stale and not overwrite:
         raise DataError(f"output_prefix would overwrite {str(stale[0])!r}: choose another, or allow overwriting.")
-    chosen = load_tokenizer(tokenizer, "tokenizer")
+    chosen = load_tokenizer(tokenizer, end_of_text=end_of_text)
     report = progress or (lambda done_bytes, total_bytes: None)
 
     with _folder(prefix.parent), tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
         stream = Path(folder) / "stream"
-        total, before = sum(path.stat().st_size for path in paths), 0
+        total, before, num_documents = sum(path.stat().st_size for path in paths), 0, 0
+
+        def counted(pieces: Iterator[Piece]) -> Iterator[Piece]:
+            nonlocal num_documents
+            for piece in pieces:
+                num_documents += piece.ends_document
+                yield piece
+
         with stream.open("wb") as file:
             for path in paths:
-                for ids, position in encode(read_pieces(path, text_field), chosen):
+                for ids, position in encode(counted(read_pieces(path, text_field)), chosen):
                     ids.astype(DTYPES[chosen.dtype], copy=False).tofile(file)
                     report(before + position, total)
                 before += path.stat().st_size
@@ -95,4 +104,10 @@ def prepare(
             shard = prefix.parent / name
             os.replace(sidecar(Path(folder) / name), sidecar(shard))
             os.replace(Path(folder) / name, shard)
+        if tell is not None:
+            ends = "with no token" if chosen.end_of_text is None else f"with token {chosen.end_of_text}"
+            tell(
+                f"{num_documents:,} documents that end {ends}; {len(everything):,} tokens, "
+                f"{total / len(everything):.2f} bytes of the files to a token"
+            )
     return [prefix.parent / name for name in names]

@@ -2,7 +2,7 @@
 
 Files are read in pieces and never whole, so that `prepare` can take any number of gigabytes. A document is
 one line of a .jsonl file, or what stands between two lines `<|endoftext|>` of a .txt file. Each ends with
-the tokenizer's own `<|endoftext|>` where it has one, and with a zero byte where tokens are bytes.
+the tokenizer's own token for that, and with a zero byte where tokens are bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import numpy as np
 
 from .tokens import DataError
 
-END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")
+"""What tokenizers call the token that ends a document, in the order in which they are looked for."""
+NO_END_OF_TEXT = "none"
 TEXT_SUFFIXES = (".txt", ".jsonl")
 SHARD_SUFFIX = ".bin"
 
@@ -54,11 +56,24 @@ class Piece(NamedTuple):
     """Bytes of the file read so far."""
 
 
-def load_tokenizer(tokenizer: str, field: str) -> Tokenizer:
-    """The tokenizer "bytes", or the one in a tokenizer.json; `field` is what errors call the setting."""
+def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = None) -> Tokenizer:
+    """The tokenizer "bytes", or the one in a tokenizer.json, or in a folder that has one. section: what errors put before
+    the names of the two settings. end_of_text: the token that ends a document; None: the one of ENDS_OF_TEXT that the
+    tokenizer has; NO_END_OF_TEXT: documents are not told apart."""
+    field = f"{section}tokenizer"
     if tokenizer == "bytes":
-        return Tokenizer("bytes", 256, 0, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
+        if end_of_text not in (None, NO_END_OF_TEXT):
+            raise DataError(
+                f"{section}end_of_text is {end_of_text!r}, and bytes have no such token: leave it out, a zero byte ends "
+                "a document."
+            )
+        end = 0 if end_of_text is None else None
+        return Tokenizer("bytes", 256, end, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
     path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        path /= "tokenizer.json"
+        if not path.is_file():
+            raise DataError(f"{field} is {tokenizer!r}, a folder without a tokenizer.json: give one that has it.")
     if not path.is_file():
         raise DataError(f'{field} is {tokenizer!r}, which does not exist: give "bytes" or a tokenizer.json.')
     try:
@@ -81,9 +96,26 @@ def load_tokenizer(tokenizer: str, field: str) -> Tokenizer:
     return Tokenizer(
         name=f"{path.name} {digest[:16]}",
         vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=0) + 1,
-        end_of_text=library.token_to_id(END_OF_TEXT),
+        end_of_text=_end_of_text(library.token_to_id, tokenizer, section, end_of_text),
         encode=lambda texts: [each.ids for each in library.encode_batch(texts, add_special_tokens=False)],
     )
+
+
+def _end_of_text(
+    id_of: Callable[[str], int | None], tokenizer: str, section: str, name: str | None
+) -> int | None:
+    if name == NO_END_OF_TEXT:
+        return None
+    names = ENDS_OF_TEXT if name is None else (name,)
+    found = next((number for each in names if (number := id_of(each)) is not None), None)
+    if found is None and name is None:
+        raise DataError(
+            f"{section}tokenizer is {tokenizer!r}, which has no token {', '.join(names[:4])} to end a document with: "
+            f'name its own with {section}end_of_text, or set that to "{NO_END_OF_TEXT}".'
+        )
+    if found is None:
+        raise DataError(f"{section}end_of_text is {name!r}, which is no token of {tokenizer!r}: name one that is.")
+    return found
 
 
 def expand(sources: Sequence[str], field: str) -> list[Path]:
