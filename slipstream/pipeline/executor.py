@@ -289,6 +289,7 @@ class Executor:
         step, microbatch = divmod(action.microbatch, self._schedule.num_microbatches)
         if microbatch == 0:
             self._first_read[step] = action.version
+            self._versions.remember_buffers(step)
         inputs, targets = self._read(action, lambda: self._task.data(step, microbatch))
         if not self._is_first:
             for tensor in _differentiable(inputs):

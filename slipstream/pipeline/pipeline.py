@@ -215,13 +215,14 @@ class Pipeline:
         return self.executor.play(self.schedule.actions(self.transport.stage))
 
     def weights(self) -> dict[str, Tensor]:
-        """This stage's masters by their names in the whole model: what to compare and export. Where replicas share the
-        optimizer, all of them have to ask."""
-        if self._owners is None:
-            return {name: master.detach() for name, master in self.versions.masters.items()}
-        dtypes = self.versions.master_dtypes
-        waiting = lambda: "the other replicas' masters"  # noqa: E731
-        return gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
+        """This stage's masters, and the buffers that its modules keep, by their names in the whole model: what to
+        compare and export. Where replicas share the optimizer, all of them have to ask."""
+        masters: Mapping[str, Tensor] = self.versions.masters
+        if self._owners is not None:
+            dtypes = self.versions.master_dtypes
+            waiting = lambda: "the other replicas' masters"  # noqa: E731
+            masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
+        return {name: tensor.detach() for name, tensor in {**masters, **self.versions.buffers()}.items()}
 
     # ---- what is kept to go on later
 
@@ -252,6 +253,8 @@ class Pipeline:
             for name, parameter in self.versions.parameters(self.versions.newest - lag).items():
                 if name in names:
                     tensors[f"working/{lag}/{names[name]}"] = parameter
+        if is_first:
+            tensors |= {f"buffer/{name}": buffer for name, buffer in self.versions.buffers().items()}
         if is_first or self._owners is not None:
             tensors[f"products/{self.transport.stage}.{self.transport.replica}"] = self.updater.products
         return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
@@ -281,6 +284,10 @@ class Pipeline:
                 {name: masters[name] if weights is None or not is_read else weights for name, weights in kept.items()}
             )
         self.versions.restore(start.step, masters, working, keeps=start.is_given_away)
+        buffers = {name: tensors.get(f"buffer/{name}") for name in self.versions.buffers()}
+        if missing := [name for name, buffer in buffers.items() if buffer is None]:
+            raise StateError(f"the buffers {', '.join(missing)} are missing, which the model keeps")
+        self.versions.restore_buffers({name: buffer for name, buffer in buffers.items() if buffer is not None})
         facts = start.facts["optimizer"]
         for name, optimizer, master in self.updater.optimizer_states():
             restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors), keeps=start.is_given_away)

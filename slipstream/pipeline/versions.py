@@ -14,6 +14,9 @@ The masters (z in docs/method.md) are the weights the optimizer steps. By what s
     coarser dtype          lost. Prediction then adds nothing
 
 Where the replicas of a pipeline share the optimizer (ZeRO-1), a stage has masters only of the parameters it owns.
+
+Buffers that a module keeps, such as the running means of BatchNorm, have one version, which every forward may write.
+What they were before a batch's first forward is remembered, because a run that is taken up begins with that batch.
 """
 
 from __future__ import annotations
@@ -69,12 +72,16 @@ class WeightVersions:
         elif blank:
             for parameter in trainable.values():
                 parameter.data = _placeholder(parameter, parameter.dtype)
+        owns = {name for name, _ in module.named_buffers()}
         shared = {id(t): t for t in chain(module.buffers(), module.parameters()) if not t.requires_grad}
 
         def replicate() -> nn.Module:
             replicas = {id(p): _replica(p, blank) for p in trainable.values()}
             return copy.deepcopy(module, {**shared, **replicas})
 
+        self._buffers = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in owns}
+        self._buffers_before: dict[int, dict[str, Tensor]] = {}
+        """By step: before its first forward."""
         self._slots = [module, *(replicate() for _ in range(num_versions - 1))]
         self._parameters = [_trainable(slot) for slot in self._slots]
         self._master_module = None
@@ -114,6 +121,22 @@ class WeightVersions:
     def with_weights(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """The stage's module with other weights than its versions have."""
         return _WithWeights(self._slots[self.newest % self.num_versions], weights)
+
+    def remember_buffers(self, step: int) -> None:
+        """Before the first forward of a step."""
+        if self._buffers:
+            self._buffers_before[step] = {name: buffer.clone() for name, buffer in self._buffers.items()}
+            for old in [each for each in self._buffers_before if each < self.newest]:
+                del self._buffers_before[old]
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Those that a module keeps, as the step after the newest update finds them."""
+        return self._buffers_before.get(self.newest, self._buffers)
+
+    @torch.no_grad()
+    def restore_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._buffers.items():
+            buffer.copy_(buffers[name])
 
     def lags(self) -> list[int]:
         """Of the versions that the masters do not tell: how many updates before the newest. 0: the newest itself."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import Rank, Task, all_weights, even_cut, language_model, largest_difference, network, run_ranks
 from pytorch_optimizer import Lion
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, StepReport
 from slipstream.optim import muon_and_adamw
@@ -242,3 +242,34 @@ def test_a_save_that_one_process_asks_for_is_reported_to_all_after_the_same_upda
     for rank in ranks:
         assert [report.step for report in rank.steps if report.save] == [2, 3]
         assert [report.step for report in rank.steps if report.busy] == [5]
+
+
+@pytest.mark.parametrize("options", [
+    {"schedule": "two_bw", "num_microbatches": 3},
+    {"schedule": "two_bw", "num_microbatches": 5, "depth": "double"},
+    {"schedule": "one_f_one_b", "num_microbatches": 2},
+], ids=lambda options: " ".join(map(str, options.values())))  # fmt: skip
+def test_buffers_go_on_where_they_were_though_later_batches_had_begun(options):
+    """Running means are in state and weights, and no microbatch counts twice in them."""
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)]
+    model = nn.Sequential(*layers).double()
+    base = network()
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + microbatch)
+        return torch.randn(5, 6, generator=generator).double(), torch.randn(5, 4, generator=generator).double()
+
+    task = Task(model, data, base.loss)
+    optimizer = partial(torch.optim.SGD, lr=0.05)
+    whole = run(task, 3, optimizer, **options)
+    weights = all_weights(whole)
+    assert weights["1.num_batches_tracked"] == NUM_STEPS * options["num_microbatches"]
+    assert set(weights) == set(model.state_dict())
+    for step in (1, 4, 8):
+        again = all_weights(run(task, 3, optimizer, start=merged(whole, step), **options))
+        for name, weight in weights.items():
+            assert torch.equal(again[name], weight), name
+    kept = merged(whole, 4)
+    less = {name: tensor for name, tensor in kept.tensors.items() if name != "buffer/1.running_mean"}
+    with pytest.raises(Exception, match=r"the buffers 1\.running_mean are missing, which the model keeps"):
+        run(task, 3, optimizer, start=StageState(4, less, kept.facts), **options)
