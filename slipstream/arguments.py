@@ -9,6 +9,7 @@ import io
 import re
 import typing
 from itertools import dropwhile, takewhile
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -26,11 +27,17 @@ class RunFailure(RuntimeError):
     """What began and did not end well."""
 
 
+def find_run(path: Path) -> Path:
+    """A path as it is, or else the name of a run in the folder where runs are kept."""
+    below = Path("runs") / path
+    return below if not path.exists() and below.is_dir() else path
+
+
 def parse(
     cls: type[Arguments], arguments: list[str], prog: str, description: str, default: Arguments | None = None
 ) -> Arguments:
     """tyro's parser, with its help, and without the boxes it draws around mistakes. prog: two words, and what comes
-    before the options."""
+    before the options and is none of the fields."""
     said, command = io.StringIO(), " ".join(prog.split()[:2])
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:

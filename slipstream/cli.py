@@ -27,6 +27,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -34,7 +35,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from .arguments import RunFailure, UsageError, parse
+from .arguments import RunFailure, UsageError, find_run, parse
 
 MAX_MICROBATCHES = 50_000
 """Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
@@ -68,6 +69,9 @@ def run(arguments: Sequence[str]) -> int:
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
+        return 0
+    if arguments[0] == "--version":
+        print(f"slipstream {version('slipstream')}")
         return 0
     command = arguments[0]
     try:
@@ -314,7 +318,7 @@ class TimelineArguments:
     """Draws a window of what the stages of a run did, from its trace.json, as `slipstream schedule` draws a plan."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, such as runs/default."""
+    """The folder of a run, such as runs/default, or its name below runs."""
     start: float | None = None
     """Seconds from the beginning of the trace; left out: the last steps before the pipeline drains."""
     seconds: float | None = None
@@ -328,21 +332,22 @@ def _timeline(arguments: list[str]) -> None:
     from .schedule.render import png, svg
     from .trace import TraceError, Window, measured_timeline, read_trace, steady_window
 
-    prog = "slipstream timeline RUN"
-    given = parse(TimelineArguments, arguments, prog, inspect.getdoc(TimelineArguments) or "")
+    given = parse(TimelineArguments, arguments, "slipstream timeline", inspect.getdoc(TimelineArguments) or "")
+    run = find_run(given.run)
     if given.output.suffix not in (".svg", ".png"):
         raise UsageError(f"output = '{given.output}' cannot be drawn: end its name in .svg or .png")
     if given.seconds is not None and not given.seconds > 0:
         raise UsageError(f"seconds = {given.seconds:g} shows nothing: use more than 0")
     try:
-        trace = read_trace(given.run / "trace.json")
+        trace = read_trace(run / "trace.json")
         steady = steady_window(trace)
         window = Window(
             steady.start if given.start is None else given.start,
             steady.seconds if given.seconds is None else given.seconds,
         )
         timeline = measured_timeline(trace, window)
-        title = f"{given.run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"
+        drawn = window.within(trace)
+        title = f"{run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"
         given.output.parent.mkdir(parents=True, exist_ok=True)
         if given.output.suffix == ".svg":
             given.output.write_text(svg(timeline, title), encoding="utf-8")
@@ -352,7 +357,7 @@ def _timeline(arguments: list[str]) -> None:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"output = '{given.output}' cannot be written ({error.strerror}): choose another") from error
-    print(f"drawn in {given.output}: {window.seconds:.3f} s from {window.start:.3f} s")
+    print(f"drawn in {given.output}: {drawn.seconds:.3f} s from {drawn.start:.3f} s")
 
 
 # ---- prepare

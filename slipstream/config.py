@@ -22,6 +22,7 @@ from .data import DataConfig
 from .model import PRESETS, ModelConfig
 from .optim.learning_rate import SCHEDULES as LEARNING_RATES
 from .optim.recipes import RECIPES
+from .reading import read_plain_file
 from .schedule import DEPTHS, SCHEDULES, Schedule, ScheduleError
 
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.01, 1e6
@@ -498,7 +499,7 @@ def _validate_recipe(section: OptimizerSection) -> None:
 
 def load_toml(path: Path) -> Config:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(read_plain_file(path).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, a number without end, tables without end

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections import deque
@@ -58,8 +59,9 @@ class Metrics:
         self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
         self.expectation: Expectation | None = None
         """Of the latest steps that it was computed for."""
+        self._seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        """Of the last steps."""
         self._started = self._last = time.perf_counter()
-        self._validation = ""
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -75,7 +77,8 @@ class Metrics:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         done = report.step + 1
-        average = (done - self._first_step) * self._tokens_per_step / (now - self._started)
+        if done > self._first_step + 1:  # the first fills the pipeline
+            self._seconds.append(seconds)
         self._expect(report)
         self._write(
             step=report.step,
@@ -98,12 +101,22 @@ class Metrics:
         utilisation = f"  utilisation {sum(busy) / len(busy):.2f}" if busy else ""
         if busy and self.expectation:
             utilisation += f" of {self.expectation.expected:.2f} expected"
-        line = f"loss {report.loss:.4f}{self._validation}  {average:,.0f} tokens/s{utilisation}"
+        line = f"loss {report.loss:.4f}{self._steps_said(report, learning_rates)}{utilisation}"
         self._progress.update(self._task, completed=done, description=line)
         if not self._screen.is_terminal and (
             done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps)
         ):
-            self._screen.print(f"step {done}/{self._num_steps}  {line}")
+            left = statistics.fmean(self._seconds) * (self._num_steps - done) if self._seconds else 0.0
+            self._screen.print(f"step {done}/{self._num_steps}  {line}" + (f"  {_time(left)} left" if left else ""))
+
+    def _steps_said(self, report: StepReport, learning_rates: dict[str, float]) -> str:
+        """Rate, gradient norm, and tokens per second of the last steps."""
+        norms = report.gradient_norms.values() if self._schedule.global_update else ()
+        said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
+        said += f"  norm {math.hypot(*norms):.3g}" if norms else ""
+        if self._seconds:
+            said += f"  {self._tokens_per_step / statistics.fmean(self._seconds):,.0f} tokens/s"
+        return said
 
     def _expect(self, report: StepReport) -> None:
         """Simulates at ever longer intervals, and at the end: it takes a moment, and the costs hardly change."""
@@ -116,7 +129,7 @@ class Metrics:
     def evaluation(self, report: EvaluationReport) -> None:
         if report.loss is not None:
             self._write(step=report.step, val_loss=report.loss)
-            self._validation = f"  val {report.loss:.4f}"
+            self._screen.print(f"validation loss {report.loss:.4f} after step {report.step + 1}")
 
     def _write(self, **values: Any) -> None:
         self._unwritten += (json.dumps(finite(values)) + "\n").encode()
@@ -138,6 +151,11 @@ class Metrics:
             self._screen.print(f"{self._file.name} lacks its last rows: {len(self._unwritten):,} bytes")
         self._file.close()
         return time.perf_counter() - self._started
+
+
+def _time(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"
 
 
 def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:

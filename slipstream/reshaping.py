@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from .arguments import UsageError, parse
+from .arguments import UsageError, find_run, parse
 from .config import Config, ConfigError, load_toml
 from .metrics import Screen
 from .model import decoder
@@ -45,28 +45,31 @@ class ReshapeArguments:
     processes as its largest shape: start it with --pipeline.processes N."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, such as runs/default."""
+    """The folder of a run, such as runs/default, or its name below runs."""
     shape: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SHAPE")]
     """STAGES, STAGESxREPLICAS, or either of them with /LAYERS,LAYERS,..."""
 
 
 def reshape(arguments: list[str]) -> None:
     """`slipstream reshape`."""
-    given = parse(ReshapeArguments, arguments, "slipstream reshape RUN SHAPE", inspect.getdoc(ReshapeArguments) or "")
-    path = given.run / "config.toml"
+    given = parse(ReshapeArguments, arguments, "slipstream reshape", inspect.getdoc(ReshapeArguments) or "")
+    folder = find_run(given.run)
+    path = folder / "config.toml"
     if not path.is_file():
         raise UsageError(f"run = '{given.run}' has no config.toml and is no run: name the folder of one")
+    if (folder / "summary.json").is_file():
+        raise UsageError(f"run = '{given.run}' has ended, and has a summary.json: name one that runs")
     try:
         shape = Shape.parse(given.shape)
         check_shape(load_toml(path), shape)
-        write_command(given.run, shape)
+        write_command(folder, shape)
     except ConfigError as error:
         raise UsageError(f"shape = {given.shape!r} cannot be: {error}") from error
     except OSError as error:
         raise UsageError(
             f"run = '{given.run}' cannot be written to ({error.strerror}): are you who runs it?"
         ) from error
-    Screen().print(f"{given.run} is told to take on {shape}: it does so within a few steps, if it runs")
+    Screen().print(f"{folder} is told to take on {shape}: it does so within a few steps, if it runs")
 
 
 class Commands:

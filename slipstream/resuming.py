@@ -1,7 +1,7 @@
 """What is not as it was when a run goes on: everything is said, for nothing of it shows in the numbers by itself.
 
-    for line in changes(found, config, parts): ...
-    keep_configuration(folder, found.step)
+for line in changes(found, config, parts): ...
+keep_configuration(folder, found.step)
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ SAMPLE_TOKENS = 2**16
 
 def corpus_facts(tokens: Tokens) -> dict[str, Any]:
     """By which a corpus is known again: how long it is, and how it begins and ends."""
-    ends = tokens.read(0, min(SAMPLE_TOKENS, len(tokens))), tokens.read(max(0, len(tokens) - SAMPLE_TOKENS), len(tokens))
+    ends = (
+        tokens.read(0, min(SAMPLE_TOKENS, len(tokens))),
+        tokens.read(max(0, len(tokens) - SAMPLE_TOKENS), len(tokens)),
+    )
     return {"tokens": len(tokens), "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
 
 

@@ -39,6 +39,12 @@ class Window:
     start: float
     seconds: float
 
+    def within(self, trace: dict[str, Any]) -> Window:
+        """What of it the trace holds."""
+        first, last = _extent(trace)
+        start = max(self.start, first)
+        return Window(start, min(self.start + self.seconds, last) - start)
+
 
 # ---- to a trace
 

@@ -178,7 +178,8 @@ def _make_folder(folder: Path, config: Config, keep: bool) -> None:
         if folder.exists() and not keep:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / COMMAND_NAME).unlink(missing_ok=True)  # to an earlier part of the run
+        for stale in (COMMAND_NAME, "summary.json"):  # of an earlier part of the run
+            (folder / stale).unlink(missing_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         for parent in made:  # a refusal leaves nothing behind

@@ -19,6 +19,7 @@ from settings import as_arguments, changed
 from slipstream import cli
 from slipstream.config import Config, ConfigError
 from slipstream.parts import check
+from slipstream.trainer import train
 
 
 @pytest.fixture
@@ -289,8 +290,8 @@ def test_progress_is_a_line_every_so_many_steps_where_there_is_no_terminal(tiny,
     tiny = changed(tiny, train__steps=9, run__log_every_steps=4)
     assert cli.run(["train", *as_arguments(tiny)]) == 0
     said = capsys.readouterr()
-    steps = re.findall(r"^step (\d+)/9  loss \d\.\d{4}.* tokens/s", said.out, re.MULTILINE)
-    assert steps == ["1", "4", "8", "9"]
+    steps = re.findall(r"^step (\d+)/9  loss \d\.\d{4}  lr \S+  norm \S+(  [\d,]+ tokens/s)?", said.out, re.MULTILINE)
+    assert [(step, speed != "") for step, speed in steps] == [("1", False), ("4", True), ("8", True), ("9", True)]
     assert "validation loss" in said.out and "utilisation per stage" in said.out
     assert said.err == ""
 
@@ -483,3 +484,32 @@ def test_more_processes_than_gpus_are_refused_unless_that_is_what_is_wanted(tiny
     with pytest.raises(ConfigError, match=r"2 processes .* need a GPU each and there are 1: set pipeline\.share_gpu"):
         check(config)
     check(changed(config, pipeline__share_gpu=True))
+
+
+def test_the_version_is_told(capsys):
+    assert cli.run(["--version"]) == 0
+    assert re.fullmatch(r"slipstream \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_configuration_that_is_no_plain_file_is_refused_and_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (tmp_path / "pipe.toml", Path("/dev/zero"), tmp_path):
+        assert cli.run(["train", str(path)]) == 2
+        assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["timeline", "reshape"])
+def test_a_usage_line_names_what_is_given_once(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.run([command, "--help"])
+    assert capsys.readouterr().out.splitlines()[0].count("RUN") == 1
+
+
+def test_a_run_that_has_ended_is_drawn_by_its_name_and_cannot_be_reshaped(tiny, tmp_path, monkeypatch, capsys):
+    train(tiny)
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["timeline", "tiny", "--start", "0", "--seconds", "1000", "--output", "drawn.svg"]) == 0
+    seconds = float(re.search(r"drawn in drawn.svg: ([\d.]+) s from", capsys.readouterr().out)[1])
+    assert 0 < seconds < 60
+    assert cli.run(["reshape", "tiny", "4"]) == 2
+    assert "run = 'tiny' has ended" in capsys.readouterr().err

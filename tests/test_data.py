@@ -371,12 +371,16 @@ def test_an_end_of_text_that_is_not_found_is_refused_unless_none_is_wanted(tmp_p
     config = DataConfig(sources=(str(tmp_path / "a.txt"),), tokenizer=str(odd), validation_fraction=0)
     refused(config, r"data\.tokenizer is '.*odd\.json', which has no token .* name its own with data\.end_of_text, or")
     refused(replace(config, end_of_text="<|end|>"), r"data\.end_of_text is '<\|end\|>', which is no token of '.*odd")
-    refused(replace(config, tokenizer="bytes", end_of_text="x"), r"data\.end_of_text is 'x', and bytes have no such token")
+    refused(
+        replace(config, tokenizer="bytes", end_of_text="x"), r"data\.end_of_text is 'x', and bytes have no such token"
+    )
     refused(replace(config, tokenizer=str(tmp_path)[:-1] + "_"), "which does not exist")
     assert everything(load_corpus(replace(config, end_of_text="<|fin|>")).train).tolist() == [2, 3, 0, 300, 0]
     assert everything(load_corpus(replace(config, end_of_text="none")).train).tolist() == [2, 3, 300]
     (tmp_path / "empty").mkdir()
-    refused(replace(config, tokenizer=str(tmp_path / "empty")), "a folder without a tokenizer.json: give one that has it")
+    refused(
+        replace(config, tokenizer=str(tmp_path / "empty")), "a folder without a tokenizer.json: give one that has it"
+    )
 
 
 def test_a_missing_tokenizers_library_is_named(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import os
 from dataclasses import replace
 
@@ -69,17 +70,17 @@ def test_rows_are_there_before_the_run_ends(tmp_path):
     metrics.close()
 
 
-def test_a_terminal_gets_a_progress_bar_and_no_lines(tmp_path, monkeypatch):
+def test_a_terminal_gets_a_progress_bar_and_a_line_for_every_evaluation(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     text = io.StringIO()
-    terminal = Console(file=text, force_terminal=True, width=100)
+    terminal = Console(file=text, force_terminal=True, width=100, highlight=False)
     metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=terminal)
     metrics.step(report(0), {})
     metrics.evaluation(EvaluationReport(0, 2.25))
     metrics.step(report(1), {})
     metrics.close()
     said = text.getvalue()
-    assert "step 2/2" in said and "━" in said and "loss 2.5000  val 2.2500" in said
+    assert "step 2/2" in said and "━" in said and "validation loss 2.2500 after step 1\n" in said
     assert "step 2/2  loss" not in said
 
 
@@ -134,3 +135,16 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
     metrics.close()
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1 and "lacks" not in said
+
+
+def test_a_line_tells_rate_norm_speed_and_what_is_left(tmp_path, capsys):
+    schedule = Schedule("two_bw", 2, 2, 40)
+    metrics = Metrics(tmp_path, schedule=schedule, tokens_per_step=64, log_every_steps=1, screen=Screen())
+    metrics.step(report(0), {"matrices": 0.0125, "rest": 0.1})
+    metrics.step(report(1), {"matrices": 0.02, "rest": 0.1})
+    metrics.evaluation(EvaluationReport(1, 2.25))
+    metrics.close()
+    first, second, evaluation = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"step 1/40  loss 2\.5000  lr 0\.0125  norm inf.*", first) and "left" not in first
+    assert re.fullmatch(r"step 2/40  loss 2\.5000  lr 0\.02  norm inf  [\d,]+ tokens/s.*  \d+ s left", second)
+    assert evaluation == "validation loss 2.2500 after step 2"

@@ -127,9 +127,9 @@ class Store:
 
     # ---- writing
 
-    def write(self, step: int, part: Part, num_parts: int) -> None:
+    def write(self, step: int, part: Part, num_parts: int) -> bool:
         """Writes a part, and if it is the last of num_parts, commits the checkpoint and removes those no longer to be
-        kept. Any process may be last; each writes its steps in order.
+        kept. Any process may be last, and is told so by True; each writes its steps in order.
 
         On failure, a CheckpointError, nothing of this step stays: without this part the others' are of no use.
         """
@@ -157,6 +157,7 @@ class Store:
         if committing is not None:
             self._commit(step, committing, num_parts)
             self._prune(step)
+        return committing is not None
 
     def _claim(self, step: int, num_parts: int) -> Path | None:
         """If all parts are there. Of several processes that find them all, one gets to rename the folder; for the

@@ -70,8 +70,10 @@ class Writer:
             part = make()
             began = time.perf_counter()
             num_bytes = self._store.needed_bytes(part)
-            self._store.write(step, part, self._num_parts)
+            is_whole = self._store.write(step, part, self._num_parts)
             self.last_written = Written(step, time.perf_counter() - began, num_bytes)
+            if is_whole:
+                self._say(f"saved step {step} in {time.perf_counter() - self._began:.1f} s")
         except CheckpointError as error:
             self._say(f"step {step} has no checkpoint: {error}")
         except Exception as error:  # of make's: nobody else would hear of it

@@ -101,9 +101,7 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
     )
 
 
-def _end_of_text(
-    id_of: Callable[[str], int | None], tokenizer: str, section: str, name: str | None
-) -> int | None:
+def _end_of_text(id_of: Callable[[str], int | None], tokenizer: str, section: str, name: str | None) -> int | None:
     if name == NO_END_OF_TEXT:
         return None
     names = ENDS_OF_TEXT if name is None else (name,)

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from ..arguments import UsageError, parse
+from ..arguments import UsageError, find_run, parse
 from ..metrics import Screen
 from .page import page
 from .read import Run, check_is_run, read_run
@@ -35,7 +35,7 @@ def report(arguments: list[str]) -> None:
     given = parse(ReportArguments, arguments, "slipstream report", inspect.getdoc(ReportArguments) or "")
     if not given.runs:
         raise UsageError("RUN is missing: name the folder of a run, such as runs/default")
-    folders = [_find(path) for path in given.runs]
+    folders = [find_run(path) for path in given.runs]
     for path, times in Counter(map(os.path.realpath, folders)).items():
         if times > 1:
             raise UsageError(f"run = {path!r} is given {times} times: name it once")
@@ -50,12 +50,6 @@ def report(arguments: list[str]) -> None:
     except OSError as error:
         raise _unwritable(output, error.strerror or "") from error
     screen.print(f"{output}: {len(text.encode()) / 1000:,.0f} kB, open it in a browser")
-
-
-def _find(path: Path) -> Path:
-    """A path as it is, or else the name of a run in the folder where runs are kept."""
-    below = Path("runs") / path
-    return below if not path.exists() and below.is_dir() else path
 
 
 def _check_output(output: Path) -> None:
