@@ -377,7 +377,7 @@ class PrepareArguments:
     tokenizer: str = "bytes"
     """"bytes", or a tokenizer.json or its folder."""
     end_of_text: str | None = None
-    """The tokenizer's token that ends a document; found by its usual names if left out. "none": documents have no end."""
+    """The tokenizer's token that ends a document; found by its usual names if left out. "none": it has no end."""
     shard_tokens: int = 100_000_000
     """Tokens in a shard, the last one aside."""
     validation_fraction: float = 0.05

@@ -27,27 +27,26 @@ SAMPLE_TOKENS = 2**16
 
 def corpus_facts(tokens: Tokens) -> dict[str, Any]:
     """By which a corpus is known again: how long it is, and how it begins and ends."""
-    ends = (
-        tokens.read(0, min(SAMPLE_TOKENS, len(tokens))),
-        tokens.read(max(0, len(tokens) - SAMPLE_TOKENS), len(tokens)),
-    )
-    return {"tokens": len(tokens), "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
+    count = len(tokens)
+    ends = tokens.read(0, min(SAMPLE_TOKENS, count)), tokens.read(max(0, count - SAMPLE_TOKENS), count)
+    return {"tokens": count, "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
 
 
 def changes(found: Checkpoint, config: Config, parts: Parts) -> Iterator[str]:
     """A line for everything that differs from what the checkpoint was made with."""
     facts: Mapping[str, Any] = next(iter(found.facts.values()))
-    then, now = _flat(facts.get("config") or {}), _flat(asdict(config))
+    tree = facts.get("config")
+    then, now = _flat(tree if isinstance(tree, dict) else {}), _flat(asdict(config))
     for name in sorted(then.keys() & now.keys()):
-        if _plain(then[name]) != _plain(now[name]) and name not in UNTOLD:
-            yield f"{name} was {_plain(then[name])!r} until step {found.step}, and is {_plain(now[name])!r} from here on"
+        if then[name] != now[name] and name not in UNTOLD:
+            yield f"{name} was {then[name]!r} until step {found.step}, and is {now[name]!r} from here on"
     corpus = facts.get("corpus")
     if isinstance(corpus, dict) and corpus != (current := corpus_facts(parts.batches.tokens)):
         yield (
             f"the corpus is another than until step {found.step}: {corpus.get('tokens')} tokens then, "
             f"{current['tokens']} now"
         )
-    yield from _rate_changes(found, facts.get("config"), config)
+    yield from _rate_changes(found, tree, config)
 
 
 def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]:
@@ -73,13 +72,10 @@ def keep_configuration(folder: Path, step: int) -> None:
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Every field by its section's name and its own, its value as JSON would have it."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         is_section = isinstance(value, dict) and not before
-        flat |= _flat(value, f"{name}.") if is_section else {f"{before}{name}": value}
+        plain = list(value) if isinstance(value, tuple) else value
+        flat |= _flat(value, f"{name}.") if is_section else {f"{before}{name}": plain}
     return flat
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would have it."""
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -3,8 +3,8 @@
 import io
 import json
 import math
-import re
 import os
+import re
 from dataclasses import replace
 
 import pytest

@@ -100,7 +100,7 @@ def test_a_summary_is_of_the_whole_run(half, capsys):
 
 
 def test_a_horizon_bounds_warm_up_and_decay(tiny):
-    with pytest.raises(ConfigError, match="warmup_steps = 5 does not fit into optimizer.horizon_steps = 4"):
+    with pytest.raises(ConfigError, match=r"warmup_steps = 5 does not fit into optimizer.horizon_steps = 4"):
         train(changed(tiny, optimizer__horizon_steps=4, optimizer__warmup_steps=5))
-    with pytest.raises(ConfigError, match="optimizer.horizon_steps = 0"):
+    with pytest.raises(ConfigError, match=r"optimizer.horizon_steps = 0"):
         train(changed(tiny, optimizer__horizon_steps=0))

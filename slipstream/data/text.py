@@ -57,15 +57,15 @@ class Piece(NamedTuple):
 
 
 def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer "bytes", or the one in a tokenizer.json, or in a folder that has one. section: what errors put before
-    the names of the two settings. end_of_text: the token that ends a document; None: the one of ENDS_OF_TEXT that the
-    tokenizer has; NO_END_OF_TEXT: documents are not told apart."""
+    """The tokenizer "bytes", or the one in a tokenizer.json, or in a folder that has one. section: what errors put
+    before the names of the two settings. end_of_text: the token that ends a document; None: the one of ENDS_OF_TEXT
+    that the tokenizer has; NO_END_OF_TEXT: documents are not told apart."""
     field = f"{section}tokenizer"
     if tokenizer == "bytes":
         if end_of_text not in (None, NO_END_OF_TEXT):
             raise DataError(
-                f"{section}end_of_text is {end_of_text!r}, and bytes have no such token: leave it out, a zero byte ends "
-                "a document."
+                f"{section}end_of_text is {end_of_text!r}, and bytes have no such token: leave it out, a zero byte "
+                "ends a document."
             )
         end = 0 if end_of_text is None else None
         return Tokenizer("bytes", 256, end, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
