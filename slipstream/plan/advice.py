@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import Config
+from .price import token_price
 from .search import ALIKE, DATA_PARALLEL, Option, Search
 
 GIB = 2**30
@@ -33,14 +34,23 @@ def advise(search: Search, options: Mapping[str, Option | str], given: Given) ->
     fitting = {name: option for name, option in found.items() if option.fits}
     whole = fitting.pop(DATA_PARALLEL, None)
     runnable = [option for option in fitting.values() if option.is_runnable]
-    fastest = max((option.tokens_per_second for option in runnable), default=0.0)
-    alike = [option for option in runnable if option.tokens_per_second >= (1 - ALIKE) * fastest]
+    most = max((worth(search, option) for option in runnable), default=0.0)
+    alike = [option for option in runnable if worth(search, option) >= (1 - ALIKE) * most]
     best = min(alike, key=lambda option: PREFERENCE.index(option.schedule), default=None)
     if whole is not None:
         return _use_one_stage(search, whole, best, given)
     if best is not None:
         return _use_pipeline(search, best, fitting, found, given)
     return _nothing_fits(search, found)
+
+
+def worth(search: Search, option: Option) -> float:
+    """Tokens per second, less those that its delay costs."""
+    return option.tokens_per_second / price(search, option)
+
+
+def price(search: Search, option: Option) -> float:
+    return token_price(search.config.optimizer, option.schedule, max(option.prediction.delay))
 
 
 @dataclass(frozen=True)
@@ -64,9 +74,9 @@ def _use_one_stage(search: Search, whole: Option, best: Option | None, given: Gi
         "With pipeline.stages = 1 the trainer does the former, a replica on every device (pipeline.replicas).",
     ]
     replicas, typed = whole, given
-    if best is not None and _is_much_faster(best, whole) and not search.config.optimizer.sharded:
+    if best is not None and _is_worth_much_more(search, best, whole) and not search.config.optimizer.sharded:
         shared = _shared(search).best(DATA_PARALLEL)
-        if isinstance(shared, Option) and shared.fits and _is_much_faster(shared, whole):
+        if isinstance(shared, Option) and shared.fits and _is_worth_much_more(search, shared, whole):
             gain = shared.tokens_per_second / whole.tokens_per_second - 1
             sentences.append(
                 f"Let them share the update, which else each of them makes for all the model (--optimizer.sharded): "
@@ -74,26 +84,42 @@ def _use_one_stage(search: Search, whole: Option, best: Option | None, given: Gi
             )
             config = replace(given.config, optimizer=replace(given.config.optimizer, sharded=True))
             replicas, typed = shared, replace(given, config=config)
-    if best is None or not _is_much_faster(best, replicas):
+    if best is None or not _is_worth_much_more(search, best, replicas):
         return Advice(tuple(sentences), replicas, _command(replicas, typed))
     gain = best.tokens_per_second / replicas.tokens_per_second - 1
     pipeline = f"{best.schedule} on {best.num_stages} stages"
     even = "" if replicas is whole else ", even if they share the update (--optimizer.sharded)"
     overlapped = replicas.tokens_per_second / max(replicas.bubble, 1 - replicas.bubble)
-    if overlapped < best.tokens_per_second:
+    if overlapped < worth(search, best):
         sentence = f"{pipeline} is predicted {gain:.0%} faster than a replica on each{even}, though {fits}."
-        return Advice((sentence,), best, _command(best, given))
+        return Advice((sentence, *_price_said(search, best)), best, _command(best, given))
     sentences = [
         f"Pipeline parallelism is the wrong tool here: {fits}. Use FSDP on all of them, which hides the sums of "
         f"gradients behind the backward: up to {overlapped:,.0f} tokens/s, no bubble, no delay, no cut to balance.",
         f"This trainer's replicas wait for their sums, {replicas.bubble:.0%} of a step. Of what it plays, {pipeline} "
-        f"is the fastest: {gain:.0%} faster than a replica on each{even}.",
+        f"is the best: {gain:.0%} faster than a replica on each{even}.",
+        *_price_said(search, best),
     ]
     return Advice(tuple(sentences), best, _command(best, given))
 
 
+def _is_worth_much_more(search: Search, one: Option, other: Option) -> bool:
+    return worth(search, one) > (1 + MUCH) * worth(search, other)
+
+
 def _is_much_faster(one: Option, other: Option) -> bool:
     return one.tokens_per_second > (1 + MUCH) * other.tokens_per_second
+
+
+def _price_said(search: Search, option: Option) -> list[str]:
+    more = price(search, option) - 1
+    if not more:
+        return []
+    feedback = "with error feedback" if search.config.optimizer.error_feedback else "without error feedback"
+    return [
+        f"Its delay costs about {more:.0%} more tokens to the same loss with {search.config.optimizer.name} {feedback} "
+        "(docs/results.md; less in long runs of small steps), and that is counted here."
+    ]
 
 
 def _use_pipeline(
@@ -114,6 +140,15 @@ def _use_pipeline(
     if others and late:
         gain = best.tokens_per_second / others[0].tokens_per_second - 1
         sentences.append(f"That is {gain:.1%} faster than {others[0].schedule}, which has no delay.")
+    sentences += _price_said(search, best)
+    faster = [option for option in fitting.values() if option.is_runnable and _is_much_faster(option, best)]
+    if faster:
+        rival = max(faster, key=lambda option: option.tokens_per_second)
+        sentences.append(
+            f"{rival.schedule} is {rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster, but its delay "
+            f"costs {price(search, rival) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
+            "(docs/results.md; less in long runs of small steps)."
+        )
     fastest = max(fitting.values(), key=lambda option: option.tokens_per_second)
     if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
         gain = fastest.tokens_per_second / best.tokens_per_second - 1

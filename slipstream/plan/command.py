@@ -26,7 +26,7 @@ from .memory import MemoryModel
 from .predict import SCHEDULES
 from .profile import Profile, layer_kinds, measure_profile, read_profile, write_profile
 from .search import DATA_PARALLEL, Cluster, Option, Search
-from .show import can_draw, draw_plan, plan_table, plan_tree, profile_table
+from .show import WIDE, can_draw, draw_plan, plan_table, plan_tree, profile_table
 
 GIB = 2**30
 SEQUENCES_PER_DEVICE = 8
@@ -127,7 +127,7 @@ def profile(arguments: list[str]) -> None:
 
         measured = measure_profile(config, model, tell)
     _to_file("output", given.output, lambda: write_profile(measured, given.output))
-    _print_table(profile_table(measured))
+    _console().print(profile_table(measured))
     Screen().print(
         f"{measured.device}, torch {measured.torch}, {config.optimizer.name}, microbatches of "
         f"{measured.microbatch_size} x {model.sequence_length} tokens, {measured.message / 2**20:.2f} MiB a message\n"
@@ -284,20 +284,26 @@ def _print(
         f"{model.sequence_length}\n"
         f"costs {search.costs.source}\n"
     )
-    _print_table(plan_table(options, advice.choice))
-    screen.print("\nGiB: of the largest stage, the peak that is not exceeded; then its parts.\n")
+    console = _console()
+    console.print(plan_table(search, options, advice.choice, console.width))
+    screen.print(
+        "\nP x R: stages and replicas. m x size: microbatches, and sequences in each. price: tokens to the same loss, "
+        "beside no delay.\nplanned: the trainer does not play it. GiB: of the largest stage, a peak never exceeded."
+        + (" Then its parts.\n" if console.width >= WIDE else " Its parts: in a wider terminal, or with --json.\n")
+    )
+    impossible = [f"{name} cannot: {option}" for name, option in options.items() if isinstance(option, str)]
+    if impossible:
+        screen.print("\n".join([*impossible, ""]))
     for sentence in advice.sentences:
         screen.print(sentence)
     if advice.command:
         screen.print(f"\n  {advice.command}")
 
 
-def _print_table(table: object) -> None:
+def _console() -> Console:
     """A file has no edge to run into."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
+    return console if console.is_terminal else Console(width=200)
 
 
 def _write(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from .advice import Advice
+from .advice import Advice, price
 from .profile import Profile
 from .search import DATA_PARALLEL, Option, Search
 
@@ -23,45 +23,51 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "messages", "work",
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0c8a8")
 
 
-def plan_table(options: Mapping[str, Option | str], choice: Option | None) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for name in ("stages", "replicas", "m x size", "step s", "bubble", "tokens/s", "GiB", "weights", "grads"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("optimizer", "activations", "other", "delay"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+WIDE = 150
+"""Columns of a terminal that has room for the parts of the memory."""
+NARROW_COLUMNS = ("schedule", "P x R", "m x size", "step s", "bubble", "tokens/s", "price", "GiB", "")
+MEMORY_COLUMNS = ("weights", "grads", "optimizer", "activations", "other")
+
+
+def plan_table(search: Search, options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
+    """width: of the terminal, in columns. What is essential fits into 80 of them."""
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    names = [*NARROW_COLUMNS[:-1], *(MEMORY_COLUMNS if width >= WIDE else ()), ""]
+    for name in names:
+        table.add_column(name, justify="left" if name in ("schedule", "") else "right", no_wrap=name != "")
     for name, option in options.items():
         if isinstance(option, str):
-            table.add_row(name, *["-"] * 13, option, style="dim")
+            table.add_row(name, *["-"] * (len(names) - 2), "cannot", style="dim")
         else:
-            table.add_row(*_cells(option, option == choice), style=None if option.fits else "dim")
+            cells = _cells(search, option, option == choice, width >= WIDE)
+            table.add_row(*cells, style=None if option.fits else "dim")
     return table
 
 
-def _cells(option: Option, is_choice: bool) -> list[str]:
+def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> list[str]:
     memory = option.memory[option.largest_stage]
-    notes = [] if option.fits else ["does not fit"]
+    notes = [] if option.fits else ["too big"]
     if is_choice:
-        notes.append("<- recommended")
+        notes.append("<- best")
     elif not option.is_runnable and option.schedule != DATA_PARALLEL:
-        notes.append("planned only")
-    delays = sorted(set(option.prediction.delay))
-    return [
-        option.schedule,
-        str(option.num_stages),
-        str(option.num_replicas),
-        f"{option.num_microbatches} x {option.microbatch_size}",
-        f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
-        f"{option.bubble:.1%}",
-        f"{option.tokens_per_second:,.0f}",
-        _gib(memory.most),
+        notes.append("planned")
+    parts = [
         _gib(memory.weights),
         _gib(memory.gradients),
         _gib(memory.optimizer),
         _gib(memory.activations),
         _gib(memory.messages + memory.work + memory.overlap),
-        f"{delays[0]}" if len(delays) == 1 else f"{delays[0]}-{delays[-1]}",
+    ]
+    return [
+        option.schedule,
+        f"{option.num_stages} x {option.num_replicas}",
+        f"{option.num_microbatches} x {option.microbatch_size}",
+        f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
+        f"{option.bubble:.1%}",
+        f"{option.tokens_per_second:,.0f}",
+        f"{price(search, option):.2f}",
+        _gib(memory.most),
+        *(parts if is_wide else []),
         ", ".join(notes),
     ]
 
@@ -102,6 +108,7 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
                 "step_seconds": option.step_time,
                 "bubble": option.bubble,
                 "tokens_per_second": option.tokens_per_second,
+                "token_price": price(search, option),
                 "utilisation": option.prediction.utilisation,
                 "in_flight": option.prediction.in_flight,
                 "weight_versions": option.prediction.weight_versions,

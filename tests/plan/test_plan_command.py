@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from rich.console import Console
 from settings import changed
 
 from slipstream.arguments import parse
 from slipstream.cli import run
-from slipstream.config import Config, model_config, validate
+from slipstream.config import Config, OptimizerSection, model_config, validate
 from slipstream.model import PRESETS, layer_costs, num_parameters
+from slipstream.plan import command
 from slipstream.plan import profile as profiling
 from slipstream.plan.costs import estimate, find_device
 from slipstream.plan.predict import SCHEDULES
+from slipstream.plan.price import token_price
 
 SHAPE = "--model.dim {} --model.num-layers {} --model.num-heads 4 --model.num-kv-heads 2 --model.hidden-dim {}"
 SHAPE += " --optimizer.name adamw"
@@ -43,7 +47,7 @@ def test_a_model_that_fits_on_one_device_is_sent_to_data_parallelism(capsys):
 
 
 def recommended(said: str) -> str:
-    (row,) = [line for line in said.splitlines() if "<- recommended" in line]
+    (row,) = [line for line in said.splitlines() if "<- best" in line]
     return row
 
 
@@ -68,7 +72,39 @@ def test_where_replicas_would_wait_for_slow_links_it_is_fsdp_or_a_pipeline(capsy
 def test_a_pipeline_that_beats_even_fsdp_is_recommended_though_the_model_fits(capsys):
     said = plan(capsys, "--devices", "8", "--model.preset", "3b", "--train.compute-dtype", "bfloat16")
     assert "though the model fits on one device" in said
-    assert recommended(said).startswith("two_bw ")
+    assert recommended(said).startswith("one_f_one_b ")  # two_bw is 4 % faster, which is less than its delay costs
+
+
+EIGHT = ["--model.preset", "8b", "--devices", "8", "--device-kind", "h100", "--train.compute-dtype", "bfloat16"]
+
+
+def test_a_delay_that_costs_more_tokens_than_it_saves_is_not_recommended(capsys):
+    said = plan(capsys, *EIGHT, "--optimizer.name", "adamw")
+    assert recommended(said).startswith("one_f_one_b ")
+    assert re.search(r"paci is \d+% faster, but its delay costs 218% more tokens to the same loss with adamw", said)
+
+
+@pytest.mark.parametrize(("name", "lam", "schedule", "delay", "price"), [
+    ("adamw", 1.0, "one_f_one_b", 0, 1.0),
+    ("adamw", 1.0, "two_bw", 1, 1.47),
+    ("adamw", 0.0, "two_bw", 1, 3.18),
+    ("adamw", 1.0, "paci", 1, 3.18),
+    ("muon", 1.0, "two_bw", 1, 1.05),
+    ("muon", 1.0, "pipedream", 3, 1.15),
+    ("torch.optim.SGD", 1.0, "two_bw", 1, 1.47),
+])  # fmt: skip
+def test_the_price_of_a_delay_is_the_measured_one(name, lam, schedule, delay, price):
+    assert token_price(OptimizerSection(name=name, error_feedback=lam), schedule, delay) == pytest.approx(price)
+
+
+def test_a_plan_is_whole_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr(command, "_console", lambda: Console(width=80))
+    said = plan(capsys, *EIGHT)
+    rows = said.partition("schedule ")[2].partition("P x R:")[0].splitlines()
+    assert len(rows) == 1 + 10 + 1 and max(map(len, rows)) <= 80 and "…" not in said  # the head, ten rows, a blank line
+    assert sum("<- best" in row for row in rows) == 1 and any("too big" in row for row in rows)
+    impossible = plan(capsys, "--model.preset", "135m", "--devices", "2")
+    assert "paci cannot: its stages step at different times" in impossible
 
 
 def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path):
