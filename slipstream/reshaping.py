@@ -57,11 +57,11 @@ def reshape(arguments: list[str]) -> None:
     path = folder / "config.toml"
     if not path.is_file():
         raise UsageError(f"run = '{given.run}' has no config.toml and is no run: name the folder of one")
-    if (folder / "summary.json").is_file():
-        raise UsageError(f"run = '{given.run}' has ended, and has a summary.json: name one that runs")
     try:
         shape = Shape.parse(given.shape)
         check_shape(load_toml(path), shape)
+        if (folder / "summary.json").is_file():
+            raise UsageError(f"run = '{given.run}' has ended, and has a summary.json: name one that runs")
         write_command(folder, shape)
     except ConfigError as error:
         raise UsageError(f"shape = {given.shape!r} cannot be: {error}") from error

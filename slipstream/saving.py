@@ -98,9 +98,9 @@ class Saver:
         pipeline: Pipeline,
         store: Store,
         say: Callable[[str], None],
-        corpus: Mapping[str, Any],
+        corpus: Mapping[str, Any] | None = None,
     ) -> None:
-        """corpus: by which the training data are known again."""
+        """corpus: by which the training data are known again; None: they are not."""
         is_sharded = config.optimizer.sharded and transport.num_replicas > 1
         self._pipeline: Pipeline | None = pipeline
         self._every = config.checkpoint.every_steps
@@ -108,7 +108,7 @@ class Saver:
         self._is_writing = transport.replica == 0 or is_sharded
         replica = f".replica-{transport.replica}" if is_sharded else ""
         self._name = f"stage-{transport.stage}{replica}"
-        self._facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": dict(corpus)}
+        self._facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": corpus}
         num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None

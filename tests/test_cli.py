@@ -511,5 +511,5 @@ def test_a_run_that_has_ended_is_drawn_by_its_name_and_cannot_be_reshaped(tiny, 
     assert cli.run(["timeline", "tiny", "--start", "0", "--seconds", "1000", "--output", "drawn.svg"]) == 0
     seconds = float(re.search(r"drawn in drawn.svg: ([\d.]+) s from", capsys.readouterr().out)[1])
     assert 0 < seconds < 60
-    assert cli.run(["reshape", "tiny", "4"]) == 2
+    assert cli.run(["reshape", "tiny", "1"]) == 2
     assert "run = 'tiny' has ended" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from slipstream import cli
 from slipstream.checkpoint import CheckpointError, Store
 from slipstream.pipeline import Requests
 from slipstream.saving import Saver, Wishes
+from slipstream.schedule import Schedule
 from slipstream.trainer import train
 
 
@@ -51,7 +52,7 @@ def steps_of(
     writer = writer or Written()
     monkeypatch.setattr("slipstream.saving.Writer", lambda *args: writer)
     transport: Any = SimpleNamespace(stage=0, replica=0, num_stages=2, num_replicas=1)
-    pipeline: Any = SimpleNamespace(snapshot=snapshot)
+    pipeline: Any = SimpleNamespace(snapshot=snapshot, schedule=Schedule("two_bw", 2, 2, 8))
     model: Any = SimpleNamespace(sequence_length=16)
     saver = Saver(changed(tiny, checkpoint__every_steps=2), model, transport, pipeline, Store(Path("none")), print)
     for step in range(8):
