@@ -99,12 +99,15 @@ def test_the_price_of_a_delay_is_the_measured_one(name, lam, schedule, delay, pr
 
 def test_a_plan_is_whole_in_80_columns(capsys, monkeypatch):
     monkeypatch.setattr(command, "_console", lambda: Console(width=80))
-    said = plan(capsys, *EIGHT)
+    said = plan(capsys, "--devices", "4", "--memory", "0.0075", "--batch-tokens", "4096", *DEEP)
     rows = said.partition("schedule ")[2].partition("P x R:")[0].splitlines()
     assert len(rows) == 1 + 10 + 1 and max(map(len, rows)) <= 80 and "…" not in said  # the head, ten rows, a blank line
     assert sum("<- best" in row for row in rows) == 1 and any("too big" in row for row in rows)
-    impossible = plan(capsys, "--model.preset", "135m", "--devices", "2")
-    assert "paci cannot: its stages step at different times" in impossible
+
+
+def test_why_a_schedule_cannot_be_is_said_below_the_table(capsys):
+    said = plan(capsys, "--devices", "2", "--batch-tokens", "4096", "--model.tied-embeddings", "True", *SMALL)
+    assert "paci cannot: its stages step at different times" in said
 
 
 def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path):
