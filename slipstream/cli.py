@@ -417,7 +417,7 @@ def _prepare(arguments: list[str]) -> None:
                 text_field=given.text_field,
                 end_of_text=given.end_of_text,
                 overwrite=given.overwrite,
-                tell=console.print,
+                tell=lambda line: print(line, file=sys.stderr),
             )
     except DataError as error:
         raise UsageError(str(error)) from error

@@ -161,7 +161,7 @@ def leave_behind(
         *([f"over the last steps: {expectation}"] if expectation else []),
         f"delay {summary['delay']['min']} to {summary['delay']['max']}, "
         f"{summary['live_weight_versions']} live weight versions",
-        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}",
+        f"{folder}: {', '.join(sorted(path.name + '/' * path.is_dir() for path in folder.iterdir()))}",
         f"as a page: slipstream report {folder}",
     ]
     screen.print("\n".join(lines))

@@ -361,7 +361,7 @@ def test_documents_end_with_the_token_whatever_a_tokenizer_calls_it(tmp_path: Pa
     said: list[str] = []
     [shard] = prepare([str(tmp_path / "a.txt")], str(renamed), tmp_path / "s", validation_fraction=0, tell=said.append)
     assert np.fromfile(shard, dtype=np.uint16).tolist() == [2, 3, 0, 300, 0]
-    assert said == ["2 documents that end with token 0; 5 tokens, 5.00 bytes of the files to a token"]
+    assert said == ["documents: 2, each with token 0 at its end; 5 tokens, 5.00 bytes of the files to a token"]
 
 
 def test_an_end_of_text_that_is_not_found_is_refused_unless_none_is_wanted(tmp_path: Path, tokenizer: str) -> None:

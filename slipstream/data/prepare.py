@@ -105,9 +105,9 @@ def prepare(
             os.replace(sidecar(Path(folder) / name), sidecar(shard))
             os.replace(Path(folder) / name, shard)
         if tell is not None:
-            ends = "with no token" if chosen.end_of_text is None else f"with token {chosen.end_of_text}"
+            ends = "no token" if chosen.end_of_text is None else f"token {chosen.end_of_text}"
             tell(
-                f"{num_documents:,} documents that end {ends}; {len(everything):,} tokens, "
+                f"documents: {num_documents:,}, each with {ends} at its end; {len(everything):,} tokens, "
                 f"{total / len(everything):.2f} bytes of the files to a token"
             )
     return [prefix.parent / name for name in names]
