@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .link import Link, Message, Spec, Waiting, peer_lost
-from .nccl import FOREVER, LINK_BLOCKS, Circle, NcclLink, Wire, prepare_environment
+from .nccl import LINK_BLOCKS, Circle, NcclLink, prepare_environment
 from .nccl import new_group as new_nccl_group
 from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
 from .staging import StagedLink, to_host
 from .watchdog import Watchdog
+from .wire import Wire, open_wire
 
 FAILURE = "failure"
 """The key of the first word of one, in the store."""
@@ -469,15 +470,13 @@ class ProcessTransport(Transport):
             self._open(replica, tuple(range(self.num_stages)), "gloo")
 
     def _open_nccl_edge(self, ranks: tuple[int, int], peer: int, is_end: bool) -> Sequence[NcclLink]:
-        words = present(dist.new_group(list(ranks), backend="gloo", timeout=FOREVER))
         groups = [new_nccl_group(ranks, self.device, LINK_BLOCKS) for _ in range(2)]
         if not is_end:
             return []
-        links = []
+        links, rank = [], self.rank_of(peer)
         for direction, group in enumerate(groups):
             is_sender = (self.stage < peer) == (direction == 0)
-            rank = self.rank_of(peer)
-            wire = Wire(words, rank, tag=direction)
+            wire = self._open_wire(peer, f"wire/{min(self.stage, peer)}/{direction}", listens=self._rank > rank)
             link = NcclLink(
                 group,
                 wire,
@@ -493,6 +492,13 @@ class ProcessTransport(Transport):
             link.connect()
             links.append(link)
         return links
+
+    def _open_wire(self, peer: int, name: str, listens: bool) -> Wire:
+        try:
+            return open_wire(self._store_of(self.replica), name, listens, self.timeout_seconds)
+        except OSError as error:
+            silent_seconds, reason = self.timeout_seconds if isinstance(error, TimeoutError) else None, str(error)
+            raise peer_lost(self.stage, peer, silent_seconds, lambda: f"a connection with it ({reason})") from error
 
     def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink | StagedLink:
         if not self._is_staged:

@@ -15,7 +15,7 @@ whatever is loaded, compiled, allocated or freed at any time:
    then is work enqueued that needs it. So no queue of the device is ever blocked by a rank that is late.
 4. A rank takes part in one launch at a time. It has one turn to give: an operation takes those of all its ranks, in
    ascending order, before the first of them launches. A rank gives it back when its own call has returned.
-5. What hosts tell each other, and how they take turns, goes over gloo, which needs no device.
+5. What hosts tell each other, and how they take turns, goes over sockets and gloo, which need no device.
 
 Why they suffice: let t(X) be the moment at which operation X had all its turns. A rank A that waits for its device
 waits for kernels whose other sides are launched, which end when their bytes have passed; or for some X that A has
@@ -42,16 +42,15 @@ from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .link import Link, Message, Spec, Waiting, peer_lost
 from .streams import await_device, look_until
+from .wire import Wire
 
 FOREVER = timedelta(days=365)
 """Time-out of groups whose waits are timed elsewhere: NCCL ends a process that exceeds its own with a core dump."""
 LINK_BLOCKS = 2
 """Thread blocks, and so at most as many multiprocessors, that one transfer between stages may occupy."""
-_WORD_LENGTH = 256
 _END, _TAKE, _TAKEN = -1, -2, -3
 
 
@@ -89,30 +88,6 @@ def new_group(ranks: Sequence[int], device: torch.device, max_blocks: int | None
     with warnings.catch_warnings():  # the options have a time-out too, which has no public name and does not count
         warnings.filterwarnings("ignore", "backend_options._timeout was specified")
         return dist.new_group(list(ranks), backend="nccl", timeout=FOREVER, pg_options=options, device_id=device)
-
-
-class Wire:
-    """Short words between two hosts. A word may be waited for as long as it takes."""
-
-    def __init__(self, group: dist.ProcessGroup, peer_rank: int, tag: int) -> None:
-        """group: of gloo. tag: tells several wires of one group apart."""
-        self._group, self._peer, self._tag = group, peer_rank, tag
-        self._told: tuple[dist.Work, Tensor] | None = None
-
-    def tell(self, *numbers: int) -> None:
-        """Returns at once: gloo keeps a word back until the other host listens."""
-        if self._told is not None:
-            self._told[0].wait()
-        word = torch.zeros(_WORD_LENGTH, dtype=torch.int64)
-        word[: len(numbers)] = torch.tensor(numbers)
-        work = dist.isend(word, self._peer, group=self._group, tag=self._tag)
-        assert work is not None
-        self._told = work, word
-
-    def hear(self) -> list[int]:
-        word = torch.empty(_WORD_LENGTH, dtype=torch.int64)
-        dist.recv(word, self._peer, group=self._group, tag=self._tag)
-        return word.tolist()
 
 
 class NcclLink(Link):
@@ -202,6 +177,7 @@ class NcclLink(Link):
         if self._sends:
             self._outgoing.put(None)
         self._thread.join(self._timeout_seconds)
+        self._wire.close()
 
     # ---- the thread's side
 
@@ -221,8 +197,6 @@ class NcclLink(Link):
             message, ready = item
             look_until(ready)
             spec = Spec.of(message).encode()
-            if len(spec) >= _WORD_LENGTH:
-                raise ValueError(f"{len(message)} tensors are too many to pass between two layers: pass fewer")
             self._transfer(dist.isend, message, spec)
             del item, message  # the sender keeps its memory no longer than it has to
             with self._sent:
