@@ -36,6 +36,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from slipstream.arguments import RunFailure
 from slipstream.bench.slices import sliced
 
 SYNCHRONOUS, ZERO_BUBBLE, DELAYED = "1F1B", "torch ZBVZeroBubble", "2BW + EF"
@@ -129,7 +130,7 @@ def train(seed: int, rival: str, runner: list[str], options: list[str], num_step
                 _tell_progress(rival, seed, num_steps, rows_at)
             said.seek(0)
             if process.returncode:
-                sys.exit(f"{rival}, seed {seed}: {said.read()[-1000:]}")
+                raise RunFailure(f"{rival}, seed {seed}: {said.read()[-1000:]}")
         rows = [json.loads(line) for line in rows_at.read_text(encoding="utf-8").splitlines()]
     clock, seconds, losses = 0.0, [], []
     for row in rows:
@@ -180,7 +181,7 @@ def table(runs: list[Run]) -> str:
         "| schedule | steps | seconds | final held-out loss | to 1F1B's final loss, s | as soon as 1F1B, times |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for rival in dict.fromkeys(run.rival for run in runs):
+    for rival in dict.fromkeys(run.rival for run in runs if run.seed in finals):
         own = [run for run in runs if run.rival == rival and run.seed in finals]
         reached = [(seconds, ends[run.seed]) for run in own if (seconds := time_to(finals[run.seed], run)) is not None]
         never = f", never for {len(own) - len(reached)} of {len(own)} seeds" if len(reached) < len(own) else ""
@@ -236,6 +237,29 @@ def leave_behind(runs: list[Run], output: Path) -> None:
     draw(runs, output.with_suffix(".png"))
 
 
+def measure(given: argparse.Namespace) -> list[Run]:
+    seeds, fixed = given.seeds or SEEDS[given.device], settings(given.device, given.data)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    turns = rivals(given.device, given.steps or STEPS[given.device])
+    runs = earlier_runs(given.output)
+    if others := {run.steps for run in runs} - {num_steps for _, _, num_steps in turns.values()}:
+        raise RunFailure(f"{given.output}.json has runs of {min(others)} steps: give --steps, or another --output")
+    at_a_time = len(seeds) if given.together else 1
+    slices = sliced(4 * at_a_time, SHARE) if given.device == "cuda" else nullcontext()
+    with slices, ThreadPoolExecutor(at_a_time) as pool:
+        for batch in [seeds] if given.together else [[seed] for seed in seeds]:
+            for rival, (runner, options, num_steps) in turns.items():
+                done = {run.seed for run in runs if run.rival == rival}
+                left = [seed for seed in batch if seed not in done]
+                if not left or (given.rivals is not None and rival not in given.rivals):
+                    continue
+                job = partial(train, rival=rival, runner=runner, options=[*fixed, *options], num_steps=num_steps)
+                runs += pool.map(job, left)
+                if given.output:  # after every turn: whoever stops it keeps what there is
+                    leave_behind(runs, given.output)
+    return runs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SETTINGS), default="cpu")
@@ -250,23 +274,13 @@ def main() -> None:
     given = parser.parse_args()
     if given.device == "cuda" and given.data is None:
         parser.error("--data is missing: give the PREFIX of shards that slipstream prepare wrote")
-    seeds, fixed = given.seeds or SEEDS[given.device], settings(given.device, given.data)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    runs = earlier_runs(given.output)
-    at_a_time = len(seeds) if given.together else 1
-    slices = sliced(4 * at_a_time, SHARE) if given.device == "cuda" else nullcontext()
-    with slices, ThreadPoolExecutor(at_a_time) as pool:
-        for batch in [seeds] if given.together else [[seed] for seed in seeds]:
-            for rival, (runner, options, num_steps) in rivals(given.device, given.steps or STEPS[given.device]).items():
-                done = {run.seed for run in runs if (run.rival, run.steps) == (rival, num_steps)}
-                left = [seed for seed in batch if seed not in done]
-                if not left or (given.rivals is not None and rival not in given.rivals):
-                    continue
-                job = partial(train, rival=rival, runner=runner, options=[*fixed, *options], num_steps=num_steps)
-                runs += pool.map(job, left)
-                if given.output:  # after every turn: whoever stops it keeps what there is
-                    leave_behind(runs, given.output)
-    print(table(runs))
+    known = rivals(given.device, 1)
+    if unknown := set(given.rivals or ()) - set(known):
+        parser.error(f"--rivals {min(unknown)!r} is unknown: choose among {', '.join(map(repr, known))}")
+    try:
+        print(table(measure(given)))
+    except RunFailure as failure:
+        sys.exit(str(failure))
 
 
 if __name__ == "__main__":

@@ -242,10 +242,12 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
         sequence = tokens[microbatch % len(tokens)]
         return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
-    return Workload(model, _sizes(placement, blocks_of), data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4))
+    return Workload(
+        model, layers_per_chunk(placement, blocks_of), data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4)
+    )
 
 
-def _sizes(placement: Placement, blocks_of: Sequence[int]) -> list[int]:
+def layers_per_chunk(placement: Placement, blocks_of: Sequence[int]) -> list[int]:
     """Layers of every chunk. blocks_of: every process."""
     sizes = []
     for chunk in range(placement.num_chunks):
@@ -332,7 +334,7 @@ def on_gpu(
     pairs = [(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()) for sequences in tokens]
     return Workload(
         model,
-        _sizes(placement, [setting.blocks] * placement.num_processes),
+        layers_per_chunk(placement, [setting.blocks] * placement.num_processes),
         lambda step, microbatch: pairs[microbatch % len(pairs)],
         next_token_loss,
         partial(torch.optim.AdamW, lr=1e-4, fused=True),

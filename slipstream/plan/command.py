@@ -24,7 +24,7 @@ from .advice import Advice, Given, advise
 from .costs import DeviceKind, ModelCosts, estimate, find_device
 from .memory import MemoryModel
 from .predict import SCHEDULES
-from .profile import Profile, layer_kinds, measure_profile, read_profile, write_profile
+from .profile import Profile, layer_kinds, measure_in_slices, measure_profile, read_profile, write_profile
 from .search import DATA_PARALLEL, Cluster, Option, Search
 from .show import WIDE, can_draw, draw_plan, plan_table, plan_tree, profile_table
 
@@ -77,6 +77,9 @@ class ProfileArguments(Config):
 
     output: Path = Path("profile.json")
     """Where to write it."""
+    share: int | None = None
+    """On CUDA: measure in a slice with this percentage of one GPU's multiprocessors, beside pipeline.stages - 1 others
+    that compute."""
 
 
 def plan(arguments: list[str]) -> None:
@@ -118,6 +121,8 @@ def profile(arguments: list[str]) -> None:
     if under_torchrun():
         raise UsageError("slipstream profile is one process: start it without torchrun")
     _check_folder("output", given.output)
+    if given.share is not None:
+        _check_share(given.share, config)
     with _progress() as progress:
         kinds = list(dict.fromkeys(layer_kinds(model)))
         task = progress.add_task("profiling", total=len(kinds))
@@ -125,7 +130,11 @@ def profile(arguments: list[str]) -> None:
         def tell(kind: str) -> None:
             progress.update(task, description=f"timing the {kind}", completed=kinds.index(kind))
 
-        measured = measure_profile(config, model, tell)
+        measured = (
+            measure_profile(config, model, tell)
+            if given.share is None
+            else measure_in_slices(config, model, given.share)
+        )
     _to_file("output", given.output, lambda: write_profile(measured, given.output))
     _console().print(profile_table(measured))
     Screen().print(
@@ -185,6 +194,17 @@ def _check_plan(given: PlanArguments) -> None:
             raise UsageError(f"figure = {str(given.figure)!r} is neither .png nor .svg: name one of those")
         if not can_draw():
             raise UsageError('figure needs matplotlib: pip install "slipstream[plot]", or leave it out')
+
+
+def _check_share(share: int, config: Config) -> None:
+    num_slices = config.pipeline.stages
+    if config.train.device != "cuda":
+        raise UsageError(f"share = {share} is of a GPU: add --train.device cuda, or leave share out")
+    if not 1 <= share <= 100 // num_slices:
+        raise UsageError(
+            f"share = {share} is not possible for pipeline.stages = {num_slices} slices of one GPU: use 1 to "
+            f"{100 // num_slices}"
+        )
 
 
 def _check_folder(name: str, path: Path) -> None:

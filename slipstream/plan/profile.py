@@ -5,12 +5,16 @@ backward with and without gradients of the weights, and the update as the progra
 CUDA between events. With train.compile the layers are compiled, as a stage's are. Blocks are all alike, so one stands
 for all; where only the first of them are dense, one of these is timed besides. Experts are loaded as their initial
 weights happen to load them.
+
+In slices of a GPU (bench/slices.py) the other slices compute meanwhile, as in a run: what is alone on a GPU has the
+whole bandwidth of its memory, and a higher clock.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import time
 from collections import OrderedDict
@@ -23,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import UsageError
+from ..arguments import RunFailure, UsageError
+from ..bench.slices import sliced
 from ..config import Config, build
 from ..loss import decoder_and_loss
 from ..model import ModelConfig, initialise, layer_names
@@ -39,6 +44,9 @@ from .memory import MemoryModel, blocks_of
 WARMUPS, REPEATS = 2, 7
 ENOUGH_SECONDS = 3.0
 """A measurement that takes longer than this is not repeated further, once it was made twice."""
+
+READY_SECONDS = 120.0
+"""For all slices to have come to their GPU."""
 
 Progress = Callable[[str], None]
 
@@ -131,6 +139,52 @@ def measure_profile(config: Config, model: ModelConfig, tell: Progress) -> Profi
         compute_dtype=config.train.compute_dtype,
         compile=config.train.compile,
     )
+
+
+def measure_in_slices(config: Config, model: ModelConfig, share: int) -> Profile:
+    """On one of pipeline.stages slices of a GPU, each with `share` percent of its multiprocessors."""
+    context, num_slices = multiprocessing.get_context("spawn"), config.pipeline.stages
+    ready, over, answer = context.Barrier(num_slices), context.Event(), context.SimpleQueue()
+    with sliced(num_slices, share):
+        measuring = context.Process(target=_measure_in_slice, args=(config, model, ready, answer), daemon=True)
+        others = [
+            context.Process(target=_compute_until, args=(config, model, ready, over), daemon=True)
+            for _ in range(num_slices - 1)
+        ]
+        for process in (measuring, *others):
+            process.start()
+        measuring.join()
+        over.set()
+        for process in others:
+            process.join()
+    found = None if answer.empty() else answer.get()
+    if not isinstance(found, Profile):
+        raise RunFailure(f"the slice was not measured ({found or 'its process died'}): try a smaller microbatch")
+    return replace(found, device=f"{found.device}, {share} % of it beside {num_slices - 1} busy neighbours")
+
+
+def _measure_in_slice(config: Config, model: ModelConfig, ready: Any, answer: Any) -> None:
+    try:
+        ready.wait(READY_SECONDS)
+        answer.put(measure_profile(config, model, lambda kind: None))
+    except Exception as error:
+        answer.put(f"{type(error).__name__}: {error}")
+
+
+def _compute_until(config: Config, model: ModelConfig, ready: Any, over: Any) -> None:
+    """Forwards and backwards of a block."""
+    device = torch.device(config.train.device)
+    layer, _ = _build("block", config, model, device)
+    layer.to(Dtypes.of(config).compute)
+    shape = (config.train.microbatch_size, model.sequence_length, model.dim)
+    inputs = torch.randn(shape, device=device, dtype=Dtypes.of(config).compute).requires_grad_()
+    ready.wait(READY_SECONDS)
+    while not over.is_set():
+        for _ in range(4):
+            outputs = layer(inputs)
+            outputs.backward(outputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # so that not more than this is under way at the end
 
 
 def _measure(kind: str, config: Config, model: ModelConfig, device: torch.device) -> Row:

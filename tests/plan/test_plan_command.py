@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
+import torch
 from rich.console import Console
 from settings import changed
 
-from slipstream.arguments import parse
+from slipstream.arguments import RunFailure, parse
 from slipstream.cli import run
 from slipstream.config import Config, OptimizerSection, model_config, validate
 from slipstream.model import PRESETS, layer_costs, num_parameters
@@ -211,6 +213,40 @@ def test_what_fits_only_with_a_shared_optimizer_is_said_so(capsys, tmp_path):
     validate(config)
     assert config.optimizer.sharded and not config.train.track_alignment
     assert config.train.compute_dtype == "bfloat16"
+
+
+def test_a_slice_is_measured_while_its_neighbours_compute(monkeypatch):
+    shares = []
+    monkeypatch.setattr(profiling, "sliced", lambda num, share: shares.append((num, share)) or nullcontext())
+    config = changed(
+        Config(), model__dim=16, model__hidden_dim=16, model__sequence_length=8, pipeline__stages=2, model__num_heads=4
+    )
+    found = profiling.measure_in_slices(config, model_config(config, 256), 12)
+    assert shares == [(2, 12)]
+    assert found.device.endswith("12 % of it beside 1 busy neighbours")
+    assert [row.kind for row in found.rows] == ["embedding", "block", "head"]
+    broken = changed(config, optimizer__name="nobody's", pipeline__stages=1)
+    with pytest.raises(RunFailure, match=r"the slice was not measured \(.*nobody's"):
+        profiling.measure_in_slices(broken, model_config(config, 256), 12)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--share 12", "share = 12 is of a GPU: add --train.device cuda, or leave share out"),
+        ("--share 12 --train.device cuda", "finds no CUDA device"),
+    ],
+)
+def test_a_share_needs_a_gpu(capsys, monkeypatch, words, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sentence in refusal(capsys, "profile", *words.split(), *SMALL)
+
+
+@pytest.mark.parametrize("share", [0, 51])
+def test_slices_are_shares_of_one_gpu(capsys, monkeypatch, share):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = refusal(capsys, "profile", "--share", str(share), "--train.device", "cuda", "--pipeline.stages", "2", *SMALL)
+    assert f"share = {share} is not possible for pipeline.stages = 2 slices of one GPU: use 1 to 50" in said
 
 
 def test_a_profile_of_another_compute_dtype_is_refused(capsys, tmp_path, monkeypatch):

@@ -1,0 +1,74 @@
+"""What `plan` says of the step times that `slipstream bench --device cuda` measured, from a profile of one slice.
+
+    slipstream profile --share 12 --output slice.json --train.device cuda --train.dtype bfloat16 --pipeline.stages 4 \\
+        --optimizer.name adamw --optimizer.error-feedback 0 --train.no-track-alignment --train.microbatch-size 1 \\
+        --model.dim 4096 --model.num-layers 16 --model.num-heads 32 --model.num-kv-heads 32 --model.hidden-dim 10880 \\
+        --model.vocab-size 256 --model.sequence-length 1024
+    python benchmarks/plan_on_slices.py slice.json m4/results.json m8/results.json
+
+The costs of the layers are those of the profile, which knows nothing of pipelines; a message takes as long as the bench
+measured between two stages. Printed are the schedules that plan knows, the larger differences last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from slipstream.bench.workloads import GpuSetting, Placement, layers_per_chunk
+from slipstream.plan.predict import predict, why_not
+from slipstream.plan.profile import Profile, read_profile
+
+NAMES = {
+    "ScheduleGPipe": "gpipe",
+    "Schedule1F1B": "one_f_one_b",
+    "ScheduleInterleaved1F1B": "interleaved_1f1b",
+    "ScheduleZBVZeroBubble": "zero_bubble_v",
+}
+"""torch's schedules, as plan calls them; it does not know the others."""
+
+
+def rows(profile: Profile, path: Path, world: dict[str, Any]) -> list[tuple[str, int, float, float]]:
+    """Of one command of the bench: rival, microbatches, measured and predicted seconds."""
+    setting, num_stages = GpuSetting(**world["gpu"]), world["num_stages"]
+    costs = profile.costs(setting.config(num_stages), path)
+    sizes = layers_per_chunk(Placement(num_stages), [setting.blocks] * num_stages)
+    messages = [each["message_seconds"] for rival in world["rivals"] for each in rival["rounds"]]
+    latency = median([seconds for seconds in messages if seconds] or [0.0])
+    stages = costs.stages(sizes, setting.batch, latency)
+    found = []
+    for outcome in world["rivals"]:
+        rival, measured = outcome["rival"], outcome["row"]["step_seconds"]
+        name = NAMES.get(rival["schedule"], rival["schedule"])
+        name += "_double" if rival["depth"] == "double" else ""
+        num_microbatches = rival["num_microbatches"]
+        if measured is None or name.startswith("Schedule") or not name or why_not(name, num_stages, num_microbatches):
+            continue
+        found.append(
+            (rival["name"], num_microbatches, measured["median"], predict(name, stages, num_microbatches).step_time)
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path)
+    parser.add_argument("results", type=Path, nargs="+", help="that slipstream bench --device cuda wrote")
+    given = parser.parse_args()
+    profile = read_profile(given.profile)
+    worlds = [world for path in given.results for world in json.loads(path.read_text(encoding="utf-8"))["worlds"]]
+    found = [row for world in worlds for row in rows(profile, given.profile, world)]
+    print(f"{profile.device}, torch {profile.torch}\n")
+    print("| | m | measured, ms | predicted, ms | off by |\n|---|---:|---:|---:|---:|")
+    for name, num_microbatches, measured, predicted in sorted(found, key=lambda row: abs(row[3] / row[2] - 1)):
+        print(
+            f"| {name} | {num_microbatches} | {1e3 * measured:.0f} | {1e3 * predicted:.0f} | "
+            f"{100 * (predicted / measured - 1):+.1f} % |"
+        )
+
+
+if __name__ == "__main__":
+    main()
