@@ -29,6 +29,7 @@ from slipstream.arguments import parse
 from slipstream.bench.rivals import TORCH_SHAPES, nccl_group
 from slipstream.bench.workloads import Placement
 from slipstream.config import Config, load_toml
+from slipstream.defaults import settled
 from slipstream.loss import decoder_and_loss
 from slipstream.model import initialise, layer_costs
 from slipstream.parts import Parts, check
@@ -167,6 +168,7 @@ def main() -> None:
     name, *arguments = sys.argv[1:]
     default = load_toml(Path(arguments.pop(0))) if arguments and not arguments[0].startswith("-") else Config()
     config = parse(Config, arguments, "torch_training.py SCHEDULE [CONFIG.toml]", __doc__ or "", default)
+    config = settled(config)
     check(config)
     run_folder(config).mkdir(parents=True)
     launch(

@@ -111,10 +111,11 @@ class OptimizerSection:
     name: str = "muon"
     """muon, normuon, soap or scion (hidden matrices; AdamW takes the rest), adamw, adan, lion, mars or nadamw, or any
     class by its import path: torch.optim.SGD."""
-    learning_rate: float = 0.02
-    """Peak rate; where AdamW takes the rest, of the matrices."""
-    adamw_learning_rate: float = 0.003
-    """Peak rate of embedding, head, norms and routers where AdamW takes them beside another."""
+    learning_rate: float | None = None
+    """Peak rate; where AdamW takes the rest, of the matrices. None: the best of our sweep for this optimizer, such as
+    0.02 for muon and 0.001 for adamw, or what a class of torch's has by itself."""
+    adamw_learning_rate: float | None = None
+    """Peak rate of embedding, head, norms and routers where AdamW takes them beside another. None: 0.003."""
     balance_rate: float | None = None
     """Experts: by how much a step raises or lowers an expert's chance to be chosen, to even out the load; follows the
     learning rate's schedule. None: 0.001."""
@@ -138,8 +139,8 @@ class OptimizerSection:
     """muon, with nesterov: how many steps ahead; the more, the more the newest gradient counts. None: one."""
     newton_schulz_steps: int = 5
     """muon: iterations that make an update orthogonal."""
-    newton_schulz_dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """muon: what they compute in."""
+    newton_schulz_dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """muon: what they compute in. None: bfloat16 on a GPU, float32 on a CPU."""
     weight_decay: float = 0.1
     """Decoupled, times the learning rate; never extrapolated by error feedback."""
     clip_norm: float = 1.0
@@ -155,7 +156,7 @@ class OptimizerSection:
     """Steps that warm-up and schedule are laid out for; the rate then stays where it is. None: train.steps, so that a
     run which goes on for longer than planned changes its rate."""
     warmup_steps: int | None = None
-    """None: a tenth of all steps."""
+    """None: a tenth of all steps, and 1,000 at most."""
     decay_steps: int | None = None
     """wsd: the steps at the end in which the rate falls; None: a fifth of all steps."""
     final_fraction: float = 0.1
@@ -170,12 +171,14 @@ class TrainSection:
     """Sequences in a microbatch."""
     seed: int = 0
     """Of the weights and of the order of the data."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the stages compute; a stage that is a process wants a GPU of its own, unless pipeline.share_gpu is set."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the stages compute; auto: on GPUs if there are any. There a stage that is a process wants one of its own,
+    unless pipeline.share_gpu is set."""
     dtype: Literal["float32", "float64"] = "float32"
     """Of the weights that the optimizer steps, and of its state."""
     compute_dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """Of the working copies of the weights, of activations and messages. None: train.dtype."""
+    """Of the working copies of the weights, of activations and messages. None: bfloat16 on a GPU if train.dtype is
+    float32, otherwise train.dtype."""
     gradient_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """That the gradients of a step's microbatches are added up in. None: train.dtype."""
     reduction_dtype: Literal["float64", "float32", "bfloat16"] | None = None
@@ -207,7 +210,7 @@ class EvaluationSection:
 class CheckpointSection:
     every_steps: int = 0
     """Save after every so many steps; 0: not by steps."""
-    every_minutes: float = 0.0
+    every_minutes: float = 30.0
     """Save when so many minutes have passed; 0: not by the clock."""
     at_end: bool = True
     """Save after the last step. After SIGTERM, which stops a run within a few steps, and after SIGUSR1, which does not,

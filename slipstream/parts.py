@@ -5,7 +5,6 @@ Everything that can be wrong with a configuration is said here, in one sentence,
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import resource
@@ -20,6 +19,7 @@ from torch import nn
 
 from .config import Config, ConfigError, OptimizerSection, has_experts, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
+from .defaults import optimizer_class, peak_rates_of, settled
 from .model import ModelConfig, decoder, layer_costs, layer_names, num_parameters
 from .optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
@@ -28,6 +28,9 @@ from .pipeline.partition import check_sizes
 from .pipeline.pipeline import plan_schedule
 from .schedule import STEPPING_ALONE
 from .shape import num_processes, validate_shapes
+
+MAX_WARMUP_STEPS = 1000
+"""Of a run that does not say: what suits a short one is long for a long one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def _corpus(config: DataConfig) -> Corpus:
 def check(config: Config) -> Parts:
     """Builds everything but weights and processes, or says in one sentence why it cannot be done."""
     validate(config)
+    config = settled(config)
     validate_shapes(config)
     if under_torchrun():
         _check_torchrun(config)
@@ -154,7 +158,8 @@ def _balance_rate(section: OptimizerSection) -> float:
 
 
 def _optimizer_groups(config: Config) -> list[Group]:
-    section = config.optimizer
+    config = settled(config)
+    section, (rate, adamw_rate) = config.optimizer, peak_rates_of(config.optimizer)
     clip_norm = section.clip_norm or None
     shared: dict[str, Any] = {
         "weight_decay": section.weight_decay,
@@ -163,13 +168,13 @@ def _optimizer_groups(config: Config) -> list[Group]:
     }
     if section.name == "muon":
         return muon_and_adamw(
-            muon_lr=section.learning_rate,
+            muon_lr=rate,
             muon_beta=section.momentum,
             muon_nesterov=section.nesterov,
             muon_lookahead=1.0 if section.lookahead is None else section.lookahead,
             muon_ns_steps=section.newton_schulz_steps,
-            muon_ns_dtype=getattr(torch, section.newton_schulz_dtype),
-            adamw_lr=section.adamw_learning_rate,
+            muon_ns_dtype=getattr(torch, section.newton_schulz_dtype or "float32"),
+            adamw_lr=adamw_rate,
             adamw_beta1=section.beta1,
             adamw_beta2=section.beta2,
             adamw_nesterov=section.adamw_nesterov,
@@ -184,15 +189,15 @@ def _optimizer_groups(config: Config) -> list[Group]:
         predictor=adamw_predictor(section),
     )
     if section.name == "adamw":
-        return [Group("all", partial(adamw, lr=section.learning_rate), elementwise=True, **shared)]
+        return [Group("all", partial(adamw, lr=rate), elementwise=True, **shared)]
     if section.name in RECIPES:
         recipe, make = RECIPES[section.name], _recipe_optimizer(section)
         matrices = Group("matrices", make, is_matrix, elementwise=recipe.elementwise, **shared)
         if recipe.matrices_only:
-            make = partial(adamw, lr=section.adamw_learning_rate)
+            make = partial(adamw, lr=adamw_rate)
         return [matrices, Group("rest", make, elementwise=recipe.elementwise or recipe.matrices_only, **shared)]
-    cls = _optimizer_class(section.name)
-    arguments: dict[str, float] = {"lr": section.learning_rate, **section.arguments}
+    cls = optimizer_class(section.name)
+    arguments: dict[str, float] = {"lr": rate, **section.arguments}
     if "weight_decay" in inspect.signature(cls).parameters:
         arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
     return [Group("all", partial(cls, **arguments), **shared)]
@@ -210,38 +215,22 @@ def adamw_predictor(section: OptimizerSection) -> str:
 def peak_rates(config: Config) -> dict[str, float]:
     """By group, as `parameter_groups` names them."""
     section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
-    rate = section.learning_rate
+    rate, adamw_rate = peak_rates_of(section)
     balance = {"balance": _balance_rate(section)} if has_experts(config) else {}
     if leaves_rest_to_adamw(section):
-        return balance | {"matrices": rate, "rest": section.adamw_learning_rate}
+        return balance | {"matrices": rate, "rest": adamw_rate}
     return balance | ({"matrices": rate, "rest": rate} if recipe else {"all": rate})
 
 
 def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     recipe = RECIPES[section.name]
     try:
-        return recipe.optimizer(section.learning_rate, section.arguments)
+        return recipe.optimizer(peak_rates_of(section)[0], section.arguments)
     except (ImportError, AttributeError) as error:  # without the package, or with one too old to have the class
         raise ConfigError(
             f"optimizer.name = {section.name!r} needs pytorch-optimizer 4.1 or newer ({error}): "
             "pip install --upgrade pytorch-optimizer"
         ) from error
-
-
-def _optimizer_class(path: str) -> Any:
-    module_name, _, class_name = path.rpartition(".")
-    cls, reason = None, ""
-    if module_name:
-        try:
-            cls = getattr(importlib.import_module(module_name), class_name)
-        except Exception as error:  # it is the user's module, and may raise anything
-            reason = f" ({error})"
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"optimizer.name = {path!r} is no optimizer{reason}: use muon, adamw, {', '.join(RECIPES)} or the import "
-            "path of an installed torch optimizer, such as torch.optim.SGD"
-        )
-    return cls
 
 
 def _check_optimizers(config: Config, groups: list[Group], model: ModelConfig) -> None:
@@ -382,7 +371,7 @@ def learning_rate(config: Config) -> Callable[[int], float]:
     section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
     warmup, decay = section.warmup_steps, section.decay_steps
     if warmup is None:
-        warmup = min(steps // 10, steps - (decay or 0))
+        warmup = min(steps // 10, MAX_WARMUP_STEPS, steps - (decay or 0))
     if decay is None:
         decay = min(steps // 5, steps - warmup)
     return learning_rate_schedule(

@@ -18,6 +18,7 @@ import numpy as np
 from .checkpoint import Checkpoint
 from .config import Config, ConfigError, build
 from .data import Tokens
+from .defaults import peak_rates_of
 from .parts import Parts, learning_rate, peak_rates
 
 UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
@@ -57,7 +58,7 @@ def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]
     except (ConfigError, ValueError, TypeError):  # a configuration of another version of the program
         return
     if peak_rates(before) == peak_rates(config) and abs(then - now) > 1e-6 * now:
-        peak = config.optimizer.learning_rate
+        peak, _ = peak_rates_of(config.optimizer)
         steps = before.optimizer.horizon_steps or before.train.steps
         yield (
             f"the learning rate is {peak * now:.4g} from here on, and would have been {peak * then:.4g} as it was laid "

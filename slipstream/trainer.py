@@ -24,10 +24,11 @@ from torch import nn
 
 from .checkpoint import Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
+from .defaults import settled
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen
 from .model import initialise, num_parameters
-from .parts import Parts, check, recomputed_layers
+from .parts import Parts, check, leaves_rest_to_adamw, recomputed_layers
 from .pipeline import (
     Crew,
     Pipeline,
@@ -59,6 +60,8 @@ def train(config: Config) -> None:
     torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
     is_first = int(os.environ.get("RANK", "0")) == 0
     validate(config)
+    unused = _unused_rate(config)
+    config = settled(config)
     folder = run_folder(config)
     if is_first:
         _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
@@ -83,6 +86,8 @@ def train(config: Config) -> None:
             Screen().print("\n".join([f"going on from the checkpoint of step {found.step}", *changed]))
         elif config.checkpoint.resume:
             Screen().print(f"{folder} has no checkpoint to go on from: beginning with step 1")
+        if unused:
+            Screen().print(unused)
         replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
@@ -128,6 +133,13 @@ class Beginning:
     def as_first(self, crew: Crew) -> Beginning:
         """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
         return Beginning(**json.loads(crew.as_first("beginning", json.dumps(asdict(self)))))
+
+
+def _unused_rate(config: Config) -> str:
+    rate, section = config.optimizer.adamw_learning_rate, config.optimizer
+    if rate is None or leaves_rest_to_adamw(section):
+        return ""
+    return f"optimizer.adamw_learning_rate = {rate:g} is not used: {section.name} takes all parameters by itself"
 
 
 def _check_processes(config: Config) -> None:

@@ -31,7 +31,7 @@ def tiny(tmp_path: Path, text_file: Path) -> Config:
         model=ModelSection(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=32, sequence_length=16),
         data=DataConfig(sources=(str(text_file),)),
         pipeline=PipelineSection(transport="thread", timeout_seconds=60.0),
-        train=TrainSection(steps=6, microbatch_size=2),
+        train=TrainSection(steps=6, microbatch_size=2, device="cpu"),
         evaluation=EvaluationSection(every_steps=3, batches=2),
         run=RunSection(folder=str(tmp_path / "runs"), name="tiny"),
     )

@@ -17,6 +17,7 @@ from torch import nn
 
 import slipstream.pipeline.pipeline
 from slipstream.config import Config, ConfigError, ModelSection, load_toml
+from slipstream.defaults import settled
 from slipstream.model import decoder, num_parameters
 from slipstream.parts import check, parameter_groups
 from slipstream.pipeline import Transport, launch
@@ -44,6 +45,11 @@ def finished(tiny: Config) -> tuple[Config, Path]:
 # ---- what it leaves behind
 
 
+def test_a_rate_that_nobody_uses_is_said_so(tiny, capsys):
+    train(changed(tiny, optimizer__name="adamw", optimizer__adamw_learning_rate=0.003))
+    assert "optimizer.adamw_learning_rate = 0.003 is not used: adamw takes all parameters" in capsys.readouterr().out
+
+
 def test_a_run_leaves_everything_behind(finished):
     config, folder = finished
     assert {path.name for path in folder.iterdir()} == {
@@ -55,7 +61,7 @@ def test_a_run_leaves_everything_behind(finished):
         "loss.png",
         "checkpoints",
     }
-    assert load_toml(folder / "config.toml") == config
+    assert load_toml(folder / "config.toml") == settled(config)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     for name in ("metrics.jsonl", "summary.json", "trace.json"):
         text = (folder / name).read_text()

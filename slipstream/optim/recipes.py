@@ -39,6 +39,8 @@ from torch.optim import Optimizer
 class Recipe:
     path: str
     """Import path of the class."""
+    learning_rate: float
+    """To begin with: the best of docs/results.md, Learning rates; of scion and nadamw as the comments say."""
     arguments: Mapping[str, float]
     """Its hyper-parameters, and all that `optimizer.arguments` may change. What is whole here stays whole."""
     betas: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ RECIPES: dict[str, Recipe] = {
     # norm, and the factor for the shape is that of our Muon's scale "spectral": its learning rates carry over.
     "normuon": Recipe(
         "pytorch_optimizer.NorMuon",
+        0.02,
         {"momentum": 0.95, "beta2": 0.95, "nesterov": True, "ns_steps": 5},
         fixed={"update_scale": "preserve_norm", "foreach": True},
         group={"use_muon": True},  # it asks which part of itself to use: its other half is an AdamW
@@ -90,6 +93,7 @@ RECIPES: dict[str, Recipe] = {
     # low a rank for it: what is missing is chosen by the last bit, so runs that differ in one soon differ visibly.
     "soap": Recipe(
         "pytorch_optimizer.SOAP",
+        0.003,
         {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "precondition_frequency": 10, "max_precondition_dim": 10000},
         betas=("beta1", "beta2"),
         matrices_only=True,
@@ -101,6 +105,7 @@ RECIPES: dict[str, Recipe] = {
     # head go to AdamW, not to their sign norm.
     "scion": Recipe(
         "pytorch_optimizer.SCION",
+        0.012,
         {"momentum": 0.1, "scale": 1.0},
         fixed={"norm_type": 2, "constraint": False, "foreach": True},  # 2: LMONorm.SPECTRAL
         matrices_only=True,
@@ -109,6 +114,7 @@ RECIPES: dict[str, Recipe] = {
     # (gpt2/checkpoints/gpt2-adan/gpt_args in sail-sg/Adan).
     "adan": Recipe(
         "pytorch_optimizer.Adan",
+        0.001,
         {"beta1": 0.98, "beta2": 0.92, "beta3": 0.95, "eps": 1e-8},
         betas=("beta1", "beta2", "beta3"),
         fixed={"foreach": True},
@@ -117,6 +123,7 @@ RECIPES: dict[str, Recipe] = {
     # arXiv:2302.06675 found (0.9, 0.99) and took (0.95, 0.98) for T5, for stability.
     "lion": Recipe(
         "pytorch_optimizer.Lion",
+        0.0001,
         {"beta1": 0.95, "beta2": 0.98},
         betas=("beta1", "beta2"),
         fixed={"foreach": True},
@@ -125,6 +132,7 @@ RECIPES: dict[str, Recipe] = {
     # arXiv:2411.10438, its AdamW form. optimize_1d: norms too, instead of by an AdamW inside with a rate of its own.
     "mars": Recipe(
         "pytorch_optimizer.MARS",
+        0.001,
         {"beta1": 0.95, "beta2": 0.99, "gamma": 0.025, "eps": 1e-8},
         betas=("beta1", "beta2"),
         fixed={"mars_type": "adamw", "optimize_1d": True, "foreach": True},
@@ -135,6 +143,7 @@ RECIPES: dict[str, Recipe] = {
     # does in 2,000 steps what theirs does in 50,000, and 200 / train.steps in all; 0 would hold mu at beta1 / 2.
     "nadamw": Recipe(
         "torch.optim.NAdam",
+        0.001,  # AdamW's; it was not swept
         {"beta1": 0.99, "beta2": 0.999, "eps": 1e-8, "momentum_decay": 0.1},
         betas=("beta1", "beta2"),
         elementwise=True,

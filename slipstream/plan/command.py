@@ -6,9 +6,9 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from ..arguments import UsageError, parse
 from ..config import Config, ConfigError, load_toml, model_config, validate
+from ..defaults import settled
 from ..metrics import Screen
 from ..model import ModelConfig
 from ..parts import parameter_groups, recomputed_layers
@@ -84,12 +85,14 @@ class ProfileArguments(Config):
 
 def plan(arguments: list[str]) -> None:
     given, path, default = _parse(PlanArguments, arguments, "plan")
-    config = _config(given)
+    asked = _config(given)
     screen = Screen()
-    model = _model(config)
+    model = _model(asked)
     _check_plan(given)
     profile = read_profile(given.profile) if given.profile else None
     device = _device(given, profile)
+    train_device: Literal["cpu", "cuda"] = "cpu" if device.name == "cpu" else "cuda"
+    config = settled(replace(asked, train=replace(asked.train, device=train_device)))
     costs = _costs(given, config, model, device, profile)
     memory = device.memory if given.memory is None else given.memory * GIB
     if not memory:
@@ -101,11 +104,10 @@ def plan(arguments: list[str]) -> None:
         costs,
         Cluster(given.devices, memory, given.latency_us / 1e6, bandwidth),
         _batch_size(given, config, model),
-        MemoryModel(config, model, "cpu" if device.name == "cpu" else "cuda"),
+        MemoryModel(config, model, train_device),
     )
     options = _search(search)
-    train_device = "cpu" if device.name == "cpu" else "cuda"
-    advice = advise(search, options, Given(path, default, config, train_device))
+    advice = advise(search, options, Given(path, default, asked, train_device))
     if advice.choice is not None:  # replicas may be better off if they share the optimizer
         options[advice.choice.schedule] = advice.choice
     _print(screen, search, device, options, advice)
@@ -114,7 +116,7 @@ def plan(arguments: list[str]) -> None:
 
 def profile(arguments: list[str]) -> None:
     given, _, _ = _parse(ProfileArguments, arguments, "profile")
-    config = _config(given)
+    config = settled(_config(given))
     model = _model(config)
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")

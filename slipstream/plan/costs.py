@@ -207,7 +207,7 @@ def _update_seconds(config: Config, device: DeviceKind, efficiency: float, name:
     moved = 9 * dtypes.master.itemsize + 2 * dtypes.gradient.itemsize + dtypes.compute.itemsize
     seconds = parameter.numel() * moved / device.memory_bandwidth
     if config.optimizer.name == "muon" and is_matrix(name, parameter):
-        flops = device.flops_in(getattr(torch, config.optimizer.newton_schulz_dtype)) * efficiency
+        flops = device.flops_in(getattr(torch, config.optimizer.newton_schulz_dtype or "float32")) * efficiency
         seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
     return float(seconds)
 

@@ -383,7 +383,7 @@ class MemoryModel:
         counts: dict[int, int] = {}
         for name, parameter in self._build(False, kind, False)[0].named_parameters():
             counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
-        most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype))
+        most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype or "float32"))
         stacks = {size: max(1, most // size) for size, count in counts.items() if count}
         size = max(stacks, key=lambda size: size * stacks[size])
         return -(-stacks[size] // counts[size])

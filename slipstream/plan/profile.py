@@ -173,12 +173,16 @@ def _measure_in_slice(config: Config, model: ModelConfig, ready: Any, answer: An
 
 def _compute_until(config: Config, model: ModelConfig, ready: Any, over: Any) -> None:
     """Forwards and backwards of a block."""
-    device = torch.device(config.train.device)
-    layer, _ = _build("block", config, model, device)
-    layer.to(Dtypes.of(config).compute)
-    shape = (config.train.microbatch_size, model.sequence_length, model.dim)
-    inputs = torch.randn(shape, device=device, dtype=Dtypes.of(config).compute).requires_grad_()
-    ready.wait(READY_SECONDS)
+    try:
+        device = torch.device(config.train.device)
+        layer, _ = _build("block", config, model, device)
+        layer.to(Dtypes.of(config).compute)
+        shape = (config.train.microbatch_size, model.sequence_length, model.dim)
+        inputs = torch.randn(shape, device=device, dtype=Dtypes.of(config).compute).requires_grad_()
+        ready.wait(READY_SECONDS)
+    except BaseException:
+        ready.abort()  # nobody waits for this one
+        raise
     while not over.is_set():
         for _ in range(4):
             outputs = layer(inputs)

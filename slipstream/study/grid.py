@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, ConfigError, build, validate
+from ..defaults import settled
 from ..reading import read_plain_file
 from .cell import Cell
 
@@ -168,6 +169,7 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
     config = Config(**values)
     config = replace(config, pipeline=replace(config.pipeline, transport="thread"))  # which asks for no GPU per stage
     validate(config)
+    config = _settled(config)
     cell = Cell(config, mode, {}, **own, compute_dtype=file.compute_dtype, compile_mode=file.compile_mode)
     cell.validate()
     if mode == "sync" and not cell.is_synchronous:
@@ -177,6 +179,17 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
     ignored = ONLY_UNDER_DELAY if cell.is_synchronous else set()
     setting = {n: v for n, v in axes.items() if n not in ("optimizer.name", "train.seed") and n not in ignored}
     return Cell(**{**vars(cell), "setting": setting})
+
+
+def _settled(config: Config) -> Config:
+    """As a pipeline's, except that dtypes are the study's own affair."""
+    dtype = config.optimizer.newton_schulz_dtype or "float32"
+    chosen = settled(config)
+    return replace(
+        chosen,
+        train=replace(chosen.train, compute_dtype=config.train.compute_dtype),
+        optimizer=replace(chosen.optimizer, newton_schulz_dtype=dtype),
+    )
 
 
 def _unflatten(settings: dict[str, Any]) -> dict[str, Any]:

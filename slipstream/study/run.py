@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..config import to_toml
+from ..defaults import peak_rates_of
 from ..metrics import finite
 from ..model import num_parameters
 from ..optim import Alignment
@@ -65,7 +66,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
         seed=cell.config.train.seed,
         setting=cell.setting,
         baseline=cell.synchronous().id,
-        learning_rate=cell.config.optimizer.learning_rate,
+        learning_rate=peak_rates_of(cell.config.optimizer)[0],
         steps=steps,
         tokens=steps * tokens_per_step,
         parameters=num_parameters(parts.model),

@@ -243,7 +243,7 @@ def test_our_own_groups_say_whether_they_are_elementwise() -> None:
     assert flags("adamw") == {"all": True}
     assert flags("torch.optim.SGD") == {"all": False}
     assert not Group("all", AdamW).elementwise
-    assert peak_rates(changed(Config(), optimizer__name="adamw")) == {"all": 0.02}
+    assert peak_rates(changed(Config(), optimizer__name="adamw")) == {"all": 0.001}
 
 
 def test_arguments_of_a_configuration_take_the_place_of_a_recipes() -> None:
@@ -299,7 +299,7 @@ def test_a_missing_package_is_one_sentence(name: str, monkeypatch: pytest.Monkey
 
 
 def test_a_package_without_the_class_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "lion", Recipe("pytorch_optimizer.Tiger2", {}))
+    monkeypatch.setitem(RECIPES, "lion", Recipe("pytorch_optimizer.Tiger2", 0.1, {}))
     with pytest.raises(ConfigError, match=r"'lion' needs pytorch-optimizer 4.1 or newer \(module .* no attribute"):
         parameter_groups(config_of("lion"))
 

@@ -33,6 +33,7 @@ BASE = changed(
     train__steps=12,
     train__microbatch_size=2,
     train__dtype="float64",
+    train__device="cpu",
     pipeline__transport="thread",
     pipeline__stages=2,
     pipeline__microbatches=2,

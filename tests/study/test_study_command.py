@@ -459,7 +459,7 @@ FILE_MISTAKES = [
     ("evaluation.batches = 0", "evaluation.batches = 0 leaves nothing to compare: use 1 or more"),
     ("pipeline.stages = 9\npipeline.microbatches = 9", "pipeline.stages = 9 is more than the model's 4 layers (embed"),
     ("pipeline.layers_per_stage = [[2, 2], [1, 1]]", "pipeline.layers_per_stage = [1, 1] does not cut 4 layers into 2"),
-    ("optimizer.name = ['adamw', 'adam']", "cell adam-seed0-"),
+    ("optimizer.name = ['adamw', 'adam']", "grid.toml: optimizer.name = 'adam' is no optimizer: use muon, adamw, "),
     ("optimizer.name = 'no.Such'", "optimizer.name = 'no.Such' is no optimizer (No module named 'no'): use muon,"),
     ("data.sources = ['no.txt']", "data.sources names 'no.txt', which does not exist: give a file, a folder or a glob"),
     ("model.sequence_length = 100000", "model.sequence_length = 100000 takes 100001 tokens and there are"),
