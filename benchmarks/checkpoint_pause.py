@@ -372,7 +372,7 @@ def main() -> None:
             model=ModelSection(preset=arguments.preset, sequence_length=arguments.sequence_length),
             pipeline=PipelineSection(stages=NUM_STAGES, microbatches=arguments.microbatches),
             optimizer=OptimizerSection(name="adamw", learning_rate=0.001),
-            train=TrainSection(steps=plan.num_steps, microbatch_size=1),
+            train=TrainSection(steps=plan.num_steps, microbatch_size=1, device="cpu"),
             evaluation=EvaluationSection(batches=0),
             checkpoint=CheckpointSection(every_steps=1, at_end=False),  # the plan asks for some of them
             run=RunSection(folder=folder),

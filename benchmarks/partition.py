@@ -42,7 +42,7 @@ CONFIG = Config(
         num_kv_heads=4,
     ),
     pipeline=PipelineSection(stages=NUM_STAGES, microbatches=NUM_MICROBATCHES),
-    train=TrainSection(microbatch_size=1),
+    train=TrainSection(microbatch_size=1, device="cpu"),
 )
 
 

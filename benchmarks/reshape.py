@@ -50,7 +50,7 @@ def configuration(layers: int, folder: Path) -> Config:
     return Config(
         model=ModelSection(preset="small", num_layers=layers, sequence_length=64),
         pipeline=PipelineSection(stages=2, microbatches=4, reshape=RESHAPE),
-        train=TrainSection(steps=STEPS, microbatch_size=1),
+        train=TrainSection(steps=STEPS, microbatch_size=1, device="cpu"),
         evaluation=EvaluationSection(batches=0),
         checkpoint=CheckpointSection(at_end=False),
         run=RunSection(folder=str(folder), overwrite=True, log_every_steps=1),

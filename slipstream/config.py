@@ -213,8 +213,8 @@ class CheckpointSection:
     every_minutes: float = 30.0
     """Save when so many minutes have passed; 0: not by the clock."""
     at_end: bool = True
-    """Save after the last step. After SIGTERM, which stops a run within a few steps, and after SIGUSR1, which does not,
-    it is saved in any case."""
+    """Save after the last step. After SIGTERM or Ctrl-C, which stop a run within a few steps, and after SIGUSR1, which
+    does not, it is saved in any case. A second Ctrl-C ends it at once."""
     keep_last: int = 2
     """How many checkpoints stay, the newest of them."""
     keep_every: int = 0
@@ -321,6 +321,9 @@ AT_LEAST = {
 }
 
 AT_MOST = {
+    "train.steps": 10**9,
+    "pipeline.microbatches": 2**16,
+    "evaluation.batches": 2**20,
     "optimizer.newton_schulz_steps": 1000,
     "optimizer.learning_rate": 1e30,
     "optimizer.adamw_learning_rate": 1e30,
@@ -345,7 +348,9 @@ def validate(config: Config) -> None:
             raise ConfigError(f"{path} = {values[path]} is too small: use {least} or more")
     for path, most in AT_MOST.items():
         if values[path] is not None and values[path] > most:
-            raise ConfigError(f"{path} = {values[path]} is too large: use {most:g} or less")
+            raise ConfigError(
+                f"{path} = {values[path]} is too large: use {most if most < 1e9 else f'{most:g}'} or less"
+            )
     _choose("model.preset", config.model.preset, PRESETS)
     _choose("pipeline.schedule", config.pipeline.schedule, SCHEDULES)
     _choose("pipeline.depth", config.pipeline.depth, DEPTHS)

@@ -10,8 +10,10 @@ checkpoint is complete when all parts of c are there.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,13 +33,15 @@ from .optim import RECIPES
 from .optim.groups import assign
 from .parts import parameter_groups
 from .pipeline import Pipeline, Requests, StageState, StateError, StepReport, Transport
+from .pipeline.launch import INTERRUPTED, is_ignored
 from .pipeline.reduction import NUM_PRODUCTS
 from .pipeline.state import FACTS, TENSOR, check_names, is_tensor, merge_facts, tensor_names
 from .pipeline.update import sample
 from .schedule import Schedule
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""To save and leave with success; to save and go on."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""To save and leave with success; to save and go on; to save and leave, as an interrupt. A second interrupt ends a run
+at once."""
 WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 TOY_SHAPE = (3, 5, 7, 11)
 """No dimension twice: a state of the same shape is one number for every number of the parameter."""
@@ -49,10 +53,10 @@ class Wishes:
     def __init__(self, every_minutes: float) -> None:
         self._seconds = 60 * every_minutes
         self._saved_at = time.monotonic()
-        self._save = self._stop = False
+        self._save = self._stop = self.was_interrupted = False
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            self._before = {n: signal.signal(n, self._hear) for n in SIGNALS if not is_ignored(n)}
 
     def close(self) -> None:
         """Signals mean what they meant before."""
@@ -62,7 +66,12 @@ class Wishes:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """A run that stops saves itself at its end, and needs no checkpoint before."""
         self._save = self._save or number == signal.SIGUSR1
-        self._stop = self._stop or number == signal.SIGTERM
+        self._stop = self._stop or number != signal.SIGUSR1
+        if number == signal.SIGINT:
+            self.was_interrupted = True
+            signal.signal(number, self._before[signal.SIGINT])
+            if os.environ.get("RANK", "0") == "0":
+                print(INTERRUPTED, file=sys.stderr, flush=True)
 
     def __call__(self) -> Requests:
         is_due = 0 < self._seconds <= time.monotonic() - self._saved_at

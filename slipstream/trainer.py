@@ -117,6 +117,8 @@ def train(config: Config) -> None:
     finally:
         if wishes is not None:
             wishes.close()
+    if wishes is not None and wishes.was_interrupted:
+        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)

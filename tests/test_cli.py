@@ -19,6 +19,7 @@ from settings import as_arguments, changed
 from slipstream import cli
 from slipstream.config import Config, ConfigError
 from slipstream.parts import check
+from slipstream.pipeline.launch import INTERRUPTED
 from slipstream.trainer import train
 
 
@@ -395,16 +396,31 @@ def test_a_stage_that_raises_ends_the_run_with_one_message_and_its_traceback_in_
     with running(tiny, "--optimizer.name", "faulty.Faulty", environment=environment) as process:
         code, said = ending(process, children(process.pid))
     assert code == 1
-    assert re.search(r"stage 1 failed at 1U79@v20 with RuntimeError: a fault in two lines \(traceback in .*\)$", said)
+    assert re.search(
+        r"stage 1 failed at 1U79@v20 with RuntimeError: a fault in two lines, at faulty.py:10 in step \(traceback", said
+    )
     kept = Path(tiny.run.folder, tiny.run.name, "failure.txt").read_text()
     assert "faulty.py" in kept and kept.endswith("RuntimeError: a fault\nin two lines\n")
 
 
 @linux
-def test_an_interrupt_ends_all_stages_with_one_line(tiny):
+@pytest.mark.parametrize("transport", ["process", "thread"])
+def test_an_interrupt_saves_and_ends(tiny, transport):
+    with running(tiny, "--pipeline.transport", transport) as process:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=TIMEOUT_SECONDS / 2)
+        assert (process.returncode, said) == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")
+    assert list(Path(tiny.run.folder, tiny.run.name, "checkpoints").glob("step-*/manifest.json"))
+
+
+@linux
+def test_a_second_interrupt_ends_all_stages_at_once(tiny):
     with running(tiny) as process:
         stages = children(process.pid)
         assert len(stages) == 3
+        os.kill(stages[1], signal.SIGSTOP)  # so that nothing can be saved
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None and process.stderr.readline() == f"{INTERRUPTED}\n"
         process.send_signal(signal.SIGINT)
         assert ending(process, stages) == (130, "slipstream: interrupted\n")
 
@@ -424,7 +440,10 @@ def test_a_failure_among_threads_keeps_its_traceback(tiny, tmp_path, capsys, mon
     arguments = as_arguments(changed(tiny, train__steps=30, optimizer__name="faulty_thread.Faulty"))
     assert cli.run(["train", *arguments]) == 1
     said = capsys.readouterr().err
-    assert re.search(r"^slipstream: stage [01] failed at [01]U79@v20 with RuntimeError: a fault in two lines", said)
+    place = "at faulty_thread.py:10 in step"
+    assert re.search(
+        rf"^slipstream: stage [01] failed at [01]U79@v20 with RuntimeError: a fault in two lines, {place}", said
+    )
     assert said.count("\n") == 1
     assert "faulty_thread.py" in Path(tiny.run.folder, tiny.run.name, "failure.txt").read_text()
 

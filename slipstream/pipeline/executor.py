@@ -21,7 +21,7 @@ from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
 from .clock import Activity, Clock, Mark, TimeSplit
 from .comm import Transport
-from .link import Message, PeerLost
+from .link import Message, PeerLost, place_of
 from .partition import Tied
 from .reduction import Finished, Later, Reducer, Requests, Sums
 from .sharding import gather_masters, share
@@ -173,7 +173,7 @@ class Executor:
         self._to_begin: Callable[[], Any] | None = None
         """For the background, at the stage's next pause."""
         self._begun: Future[Any] | None = None
-        self._unevaluated = set(schedule.evaluate_after if schedule.num_evaluations else ())
+        self._last_evaluated = schedule.first_step - 2
         self._copied: Event = None
         self.end: int | None = schedule.num_steps if until is None else until
         """Steps after which the run is over, or leaves off; less than planned, once that has been asked for."""
@@ -206,7 +206,7 @@ class Executor:
             raise
         except Exception as error:
             where = f"stage {self._transport.stage} failed at {self.action}"
-            self._transport.fail(f"{where} with {type(error).__name__}: {error}")
+            self._transport.fail(f"{where} with {type(error).__name__}: {error}{place_of(error)}")
             raise
         finally:
             self._background.shutdown(wait=False, cancel_futures=True)
@@ -353,12 +353,17 @@ class Executor:
         has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
         if not has_slack:
             self._pending = Pending(lambda action: self._apply(action, finished, self._reduce(step, finished)))
-        elif step - 1 in self._unevaluated:  # an evaluation to come still needs the masters as they are
+        elif self._awaits_evaluation(step - 1):
             sums = self._beside(finished, lambda: self._reduce(step, finished))
             self._pending = Pending(lambda action: self._apply(action, finished, sums()))
         else:
             update = self._beside(finished, lambda: self._update_beside(step, finished))
             self._pending = Pending(lambda action: self._take_update(action, update()))
+
+    def _awaits_evaluation(self, step: int) -> bool:
+        """An evaluation that is still to come needs the masters as they are."""
+        schedule = self._schedule
+        return schedule.num_evaluations > 0 and step > self._last_evaluated and step in schedule.evaluate_after
 
     def _beside(self, finished: Finished, work: Callable[[], Result]) -> Callable[[], Result]:
         """Does it in the background, beside the stage's other actions. What comes back waits for it.
@@ -472,7 +477,7 @@ class Executor:
             )
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None
-        self._unevaluated.discard(action.version - 1)
+        self._last_evaluated = action.version - 1
         self._evaluated = None
         total, self._evaluation_loss = self._evaluation_loss, None
         if total is not None:

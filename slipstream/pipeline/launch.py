@@ -36,7 +36,7 @@ import torch.distributed as dist
 from .comm import Mesh, Transport, read_failure
 from .crew import Crew, ProcessCrew, ThreadCrew, ThreadShapes
 from .executor import NonFiniteError, PipelineError
-from .link import PeerLost
+from .link import PeerLost, place_of
 from .nccl import pretend_to_be_a_host
 
 Result = TypeVar("Result")
@@ -47,6 +47,7 @@ GRACE_SECONDS = 5.0
 """How long the other stages get to notice a failure and say what they waited for."""
 
 
+INTERRUPTED = "slipstream: interrupted, and ending when all is saved; once more ends it at once"
 MEETING_PAUSE = 0.01
 """Seconds between two looks of the first process for the others."""
 
@@ -57,6 +58,8 @@ class StageFailure(RuntimeError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+        if details:
+            self.add_note(f"In the stage:\n{details}")  # for whoever lets it through to the interpreter
 
 
 def under_torchrun() -> bool:
@@ -127,7 +130,7 @@ def launch_crew(
     torch.distributed; auto is NCCL between GPUs and gloo between CPUs, and gloo works between GPUs as well, through
     their hosts' memory. share_gpu: processes may be more than GPUs, also over NCCL: a pipeline of GPUs to be tested on
     one of them. start_method: of processes, as multiprocessing names them. forwarded: signals that this process
-    hands on to its stages, if it is told them.
+    hands on to its stages, if it is told them: SIGINT as SIGTERM, and once.
 
     By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
     a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
@@ -300,7 +303,7 @@ def _run_stage(worker: Member[Result], store: dist.Store, rank: int, terms: Term
     except PeerLost as lost:
         raise PipelineError(crew.fail(str(lost))) from lost
     except Exception as error:
-        first = crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}")
+        first = crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}{place_of(error)}")
         raise StageFailure(first, traceback.format_exc()) from error
     crew.leave()
     crew.close()
@@ -360,21 +363,40 @@ def _no_room(terms: Terms, rank: int, error: Exception) -> StageFailure:
 
 @contextmanager
 def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """SIGINT is handed on as SIGTERM, so that the stages end in their own way; a second one ends them at once."""
+    was_interrupted = False
     if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
         yield
         return
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal was_interrupted
+        if number == signal.SIGINT:
+            was_interrupted = True
+            signal.signal(number, before[signal.SIGINT])
+            print(INTERRUPTED, file=sys.stderr, flush=True)
+            number = signal.SIGTERM
         for process in processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in signals}
+    before = {number: signal.signal(number, forward) for number in signals if not is_ignored(number)}
     try:
         yield
+    except StageFailure:
+        if was_interrupted:  # before a stage could hear of it
+            raise KeyboardInterrupt from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if was_interrupted:
+        raise KeyboardInterrupt
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """A shell has its background jobs ignore interrupts."""
+    return number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _can_pickle(worker: Member[Any]) -> bool:
@@ -476,7 +498,7 @@ def _launch_threads(worker: Member[Result], terms: Terms) -> list[Result]:
             results[rank] = worker(crew)
         except BaseException as error:
             errors[rank] = error
-            crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}")
+            crew.fail(f"{crew.name} failed with {type(error).__name__}: {error}{place_of(error)}")
 
     members = [threading.Thread(target=run, args=(r,), name=terms.name(r), daemon=True) for r in range(terms.size)]
     for rank, thread in enumerate(members):

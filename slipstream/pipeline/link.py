@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ Message = tuple[Tensor, ...]
 Waiting = Callable[[], str]
 """Says what a stage waits for; called only when the wait fails."""
 
+_NOT_USERS = [Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib"))]
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -32,6 +36,17 @@ def peer_lost(stage: int, peer: int | None, silent_seconds: float | None, waitin
     lost = PeerLost(f"{reason}: stage {stage} was waiting for {waiting()}")
     lost.is_silent = silent_seconds is not None
     return lost
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the user's code it happened: the innermost frame that is neither ours nor a library's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
+    return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _is_users(file: Path) -> bool:
+    is_library = "site-packages" in file.parts or "dist-packages" in file.parts or file.name.startswith("<")
+    return not (is_library or any(file.is_relative_to(folder) for folder in _NOT_USERS))
 
 
 class Link(ABC):

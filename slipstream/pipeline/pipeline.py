@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.groups import Group, assign
-from ..schedule import STEPPING_ALONE, Schedule, ScheduleError, waits_for_sum
+from ..schedule import STEPPING_ALONE, EvaluationSteps, Schedule, ScheduleError, waits_for_sum
 from .comm import Transport
 from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
@@ -130,7 +130,7 @@ class Pipeline:
                 depth=depth,
                 sync_start_steps=sync_start_steps,
                 first_step=0 if start is None else start.step,
-                evaluate_after=evaluation_steps(num_steps, evaluate_every) if evaluation else (),
+                evaluate_after=EvaluationSteps(num_steps, evaluate_every) if evaluation else (),
                 num_evaluations=num_evaluations if evaluation else 0,
             ),
             groups,
@@ -298,12 +298,6 @@ class Pipeline:
             products = [tensors[name] for name in sorted(tensors) if name.startswith("products/")]
             total = [math.fsum(column) for column in zip(*(part.flatten().tolist() for part in products), strict=True)]
             self.updater.products.copy_(torch.tensor(total, dtype=torch.float64).view_as(self.updater.products))
-
-
-def evaluation_steps(num_steps: int, evaluate_every: int) -> tuple[int, ...]:
-    """After every `evaluate_every` steps (0: never) and after the last one."""
-    regular = range(evaluate_every - 1, num_steps, evaluate_every) if evaluate_every > 0 else ()
-    return tuple(sorted({*regular, num_steps - 1}))
 
 
 def _stage_module(

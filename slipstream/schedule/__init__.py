@@ -1,7 +1,16 @@
 """Schedules as plain data: made, checked, simulated and drawn without torch."""
 
 from .action import Action, Key, Op, requires
-from .schedule import DEPTHS, FLUSHING, SCHEDULES, STEPPING_ALONE, Schedule, ScheduleError, waits_for_sum
+from .schedule import (
+    DEPTHS,
+    FLUSHING,
+    SCHEDULES,
+    STEPPING_ALONE,
+    EvaluationSteps,
+    Schedule,
+    ScheduleError,
+    waits_for_sum,
+)
 
 __all__ = [
     "DEPTHS",
@@ -9,6 +18,7 @@ __all__ = [
     "SCHEDULES",
     "STEPPING_ALONE",
     "Action",
+    "EvaluationSteps",
     "Key",
     "Op",
     "Schedule",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import gt
 
 from . import generators
 from .action import Action, Op
@@ -29,6 +30,30 @@ def waits_for_sum(name: str, clips: bool = False, skips_non_finite: bool = False
     """Whether an update waits for a sum over all stages. Stages that step alone do so only for a norm to clip by, or a
     verdict on inf and nan; two_bw has slack for it, and a flushing schedule waits anyway."""
     return name not in STEPPING_ALONE or clips or skips_non_finite
+
+
+@dataclass(frozen=True)
+class EvaluationSteps(Collection[int]):
+    """After every so many steps (0: never) and after the last one, in order. Of a long run there are too many to list,
+    or to look through at every step."""
+
+    num_steps: int
+    every: int
+
+    @property
+    def _regular(self) -> range:
+        return range(self.every - 1, self.num_steps, self.every) if self.every > 0 else range(0)
+
+    def __contains__(self, step: object) -> bool:
+        return step == self.num_steps - 1 or step in self._regular
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._regular
+        if self.num_steps - 1 not in self._regular:
+            yield self.num_steps - 1
+
+    def __len__(self) -> int:
+        return len(self._regular) + (self.num_steps - 1 not in self._regular)
 
 
 @dataclass(frozen=True)
@@ -137,26 +162,30 @@ class Schedule:
         the end no such batch comes; there it goes in before the next update. pipedream and paci have no moment at which
         all stages hold the same number of updates: they evaluate what each stage has when the next batch comes by.
         """
-        pending: list[int] = []
         # After the update that a run is taken up from, its evaluation is still to come.
-        due = sorted(step for step in set(self.evaluate_after) if step >= self.first_step - 1)
+        is_sorted = isinstance(self.evaluate_after, EvaluationSteps)
+        steps = self.evaluate_after if is_sorted else sorted(set(self.evaluate_after))
+        coming = (step for step in steps if step >= self.first_step - 1)
+        due = next(coming, None)
         consistent = self.name not in STEPPING_ALONE
 
-        def evaluate(steps: list[int]) -> Iterator[Action]:
-            for step in steps:
+        def evaluate(is_known: Callable[[int], bool]) -> Iterator[Action]:
+            nonlocal due
+            while due is not None and is_known(due):
                 for microbatch in range(self.num_evaluations):
-                    yield Action(stage, Op.EVALUATE, microbatch, step + 1)
+                    yield Action(stage, Op.EVALUATE, microbatch, due + 1)
+                due = next(coming, None)
 
         for action in actions:
             if action.op is Op.FORWARD and action.microbatch % self.num_microbatches == 0:
                 step = action.microbatch // self.num_microbatches
-                known = [t for t in due if t + 1 + (self.horizon(stage, t) if consistent else 0) <= step]
-                yield from evaluate(known)
-                due = [t for t in due if t not in known]
+                yield from evaluate(partial(self._is_known, stage, step, consistent))
             elif action.op is Op.UPDATE and consistent:
-                pending = [t for t in due if t + 1 < action.version]
-                yield from evaluate(pending)
-                due = [t for t in due if t not in pending]
+                yield from evaluate(partial(gt, action.version - 1))
             yield action
         if self.num_steps is not None:
-            yield from evaluate([t for t in due if t < self.num_steps])
+            yield from evaluate(partial(gt, self.num_steps))
+
+    def _is_known(self, stage: int, step: int, consistent: bool, evaluated: int) -> bool:
+        """Whether the batch of `step` runs with weights that have seen the update of `evaluated`."""
+        return evaluated + 1 + (self.horizon(stage, evaluated) if consistent else 0) <= step

@@ -230,3 +230,18 @@ def test_processes_that_torchrun_starts_again_do_not_take_the_word_of_those_befo
     assert [len(word) for word in words] == [1, 1, 1] and len(set.union(*words)) == 3
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come within 0.1 s"):
         meet(store, 0, 2, timeout_seconds=0.1)
+
+
+def fail_in_a_layer(transport: Transport) -> None:
+    def forward(x: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+    layer = nn.Linear(2, 2)
+    layer.forward = forward
+    layer(torch.ones(1, 2))
+
+
+def test_a_failure_says_where_in_the_users_code_it_happened_and_carries_the_traceback_on():
+    with pytest.raises(StageFailure, match=r"with RuntimeError: no, at test_faults.py:\d+ in forward") as caught:
+        launch(fail_in_a_layer, 1, start_method="fork")
+    assert 'raise RuntimeError("no")' in "".join(caught.value.__notes__)

@@ -1,10 +1,11 @@
 """Golden texts of small schedules, one line per stage, and the promises a Schedule makes about itself."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from slipstream.schedule import SCHEDULES, Schedule, ScheduleError
+from slipstream.schedule import SCHEDULES, EvaluationSteps, Op, Schedule, ScheduleError
 
 
 def spoken(schedule):
@@ -107,3 +108,21 @@ def test_a_schedule_that_cannot_exist_is_refused_in_one_sentence(wrong, sentence
     right = {"name": "two_bw", "num_stages": 4, "num_microbatches": 8, "num_steps": 3}
     with pytest.raises(ScheduleError, match=sentence):
         Schedule(**{**right, **wrong})
+
+
+@pytest.mark.parametrize(("num_steps", "every"), [(1, 0), (1, 1), (7, 0), (7, 2), (8, 4), (5, 9)])
+def test_evaluations_come_after_every_so_many_steps_and_at_the_end(num_steps, every):
+    steps = EvaluationSteps(num_steps, every)
+    expected = [step for step in range(num_steps) if (every and (step + 1) % every == 0) or step + 1 == num_steps]
+    assert list(steps) == expected and len(steps) == len(expected)
+    assert [step for step in range(-1, num_steps + 2) if step in steps] == expected
+    listed = Schedule("two_bw", 2, 2, num_steps, evaluate_after=expected, num_evaluations=2)
+    lazy = replace(listed, evaluate_after=steps)
+    assert [list(lazy.actions(stage)) for stage in (0, 1)] == [list(listed.actions(stage)) for stage in (0, 1)]
+
+
+def test_a_run_without_an_end_in_sight_begins_at_once():
+    steps = EvaluationSteps(10**9, 1)
+    schedule = Schedule("two_bw", 2, 2, 10**9, evaluate_after=steps, num_evaluations=1, first_step=1000)
+    first = list(islice(schedule.actions(0), 20))
+    assert sum(action.op is Op.EVALUATE for action in first) >= 2
