@@ -59,6 +59,10 @@ class Row:
     failure: str = ""
 
 
+MAX_UTILISATION, MAX_DIFFERENCE = 1.02, 0.1
+"""Beyond which a row is doubted."""
+
+
 def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[list[int] | None]) -> list[Row]:
     bare = next((outcome for outcome in outcomes if outcome.rival.engine == "bare"), None)
     return [_row(world, outcome, bare, bytes_) for outcome, bytes_ in zip(outcomes, memory, strict=True)]
@@ -133,7 +137,25 @@ def table_of(world: World, rows: Sequence[Row], notes: Sequence[str] = ()) -> st
     lines = [f"### {title(world)}", "", _line([name for name, _ in columns]), "|---|" + "---:|" * (len(columns) - 1)]
     lines += [_line([cell(row) for _, cell in columns]) for row in rows]
     below = [f"- {row.name}: {row.failure}" for row in rows if row.failure] + [f"- {note}" for note in notes]
+    below += [f"- {row.name}: {doubt}" for row in rows for doubt in doubts(row)]
     return "\n".join([*lines, *(["", *below] if below else []), ""])
+
+
+def doubts(row: Row) -> list[str]:
+    """What a reader should know before believing a row."""
+    found = []
+    if row.utilisation is not None and row.utilisation.median > MAX_UTILISATION:
+        found.append(
+            f"a utilisation of {row.utilisation.median:.2f} cannot be. The machine was slower while the bare loop ran, "
+            "which it is divided by: run this again when the machine is quiet"
+        )
+    spread = row.step_seconds
+    if spread is not None and spread.highest > (1 + MAX_DIFFERENCE) * spread.lowest:
+        found.append(
+            f"its rounds differ by {100 * (spread.highest / spread.lowest - 1):.0f} %, so the machine was not quiet: "
+            "do not build on this row"
+        )
+    return found
 
 
 def _columns(world: World, rows: Sequence[Row]) -> list[Column]:

@@ -13,6 +13,7 @@ from .stages import seconds_by_stage
 
 MAX_MARKS = 60
 """Evaluations that get a dot each; more would run together."""
+THROUGHPUT_STEPS = 20
 NONE = "No update has recorded it."
 NO_ALIGNMENT = "Not recorded: the run has train.track_alignment = false, or fewer than three updates."
 
@@ -73,10 +74,23 @@ def _loss_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _throughput_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    name = f"over {THROUGHPUT_STEPS} steps"
     return [
-        series(_label(runs, run, "each step"), index, run.metrics.steps, run.metrics.column("tokens_per_second"))
-        for index, run in enumerate(runs)
+        series(_label(runs, run, name), index, run.metrics.steps, throughput(run)) for index, run in enumerate(runs)
     ]
+
+
+def throughput(run: Run) -> Column:
+    """At every step, of the steps up to it. A single one says little: where a pipeline drains, at the end or before it
+    is resumed or reshaped, several updates follow each other at once."""
+    seconds = np.nan_to_num(run.metrics.column("seconds"))
+    tokens = np.nan_to_num(run.metrics.column("tokens_per_second")) * seconds
+    ends = np.arange(1, len(seconds) + 1)
+    starts = np.maximum(0, ends - THROUGHPUT_STEPS)
+    sums = [np.concatenate([[0.0], np.cumsum(column)]) for column in (tokens, seconds)]
+    made, taken = (total[ends] - total[starts] for total in sums)
+    rate: Column = np.divide(made, taken, out=np.full(len(ends), np.nan), where=taken > 0)
+    return rate
 
 
 def _group_lines(runs: Sequence[Run], key: str) -> list[dict[str, Any]]:

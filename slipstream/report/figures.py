@@ -26,12 +26,14 @@ class Figure:
     """A few words more, or none."""
     better: str = ""
     """lower or higher; empty where neither is."""
+    differing: str = ""
+    """A setting in which the runs differ, and without which their values cannot be compared."""
 
     @property
     def best(self) -> tuple[bool, ...]:
-        """None is best unless some other run is known to be worse."""
+        """None is best unless some other run is known to be worse, or where they cannot be compared."""
         known = [value for value in self.values if value is not None]
-        if not self.better or len(set(known)) < 2:
+        if not self.better or self.differing or len(set(known)) < 2:
             return (False,) * len(self.values)
         best = min(known) if self.better == "lower" else max(known)
         return tuple(value == best for value in self.values)
@@ -39,17 +41,27 @@ class Figure:
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
     table = [_of_run(run) for run in runs]
-    return [
-        Figure(
-            label,
-            MEANINGS[label][0],
-            tuple(row[label][0] for row in table),
-            tuple(row[label][1] for row in table),
-            tuple(row[label][2] for row in table),
-            MEANINGS[label][1],
+    found = []
+    for label, (meaning, better) in MEANINGS.items():
+        differing = next((name for name in ALIKE.get(label, ()) if _differs(runs, name)), "")
+        found.append(
+            Figure(
+                label,
+                f"{meaning}; not to be compared, {differing} differs" if differing else meaning,
+                tuple(row[label][0] for row in table),
+                tuple(row[label][1] for row in table),
+                tuple(row[label][2] for row in table),
+                better,
+                differing,
+            )
         )
-        for label in MEANINGS
-    ]
+    return found
+
+
+def _differs(runs: Sequence[Run], name: str) -> bool:
+    """Between runs that say it."""
+    said = [run.summary.get(name, run.config.get(name)) for run in runs]
+    return len({str(value) for value in said if value is not None}) > 1
 
 
 MEANINGS = {
@@ -64,6 +76,15 @@ MEANINGS = {
 }
 """In the order they are shown: what each says, and which way is better."""
 
+_DATA = ("data.tokenizer", "data.sources", "data.validation_sources", "data.validation_fraction", "model.vocab_size")
+_WORK = ("parameters", "model.sequence_length", "train.device")
+ALIKE = {
+    "Training loss": _DATA,
+    "Held-out loss": (*_DATA, "evaluation.batches", "train.microbatch_size"),
+    "Throughput": _WORK,
+    "Peak memory": _WORK,
+}
+"""What runs must have in common for one of them to be called the best, of the summary or the configuration."""
 UNKNOWN = "not known"
 MAX_LISTED = 8
 """Stages whose utilisation is told one by one."""

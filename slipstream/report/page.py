@@ -80,6 +80,7 @@ def _run(run: Run) -> dict[str, Any]:
     facts = [
         config.get("pipeline.schedule"),
         f"{stages:g} stages of {microbatches:g} microbatches a step" if stages and microbatches else None,
+        *_turns(summary),
         f"{parameters:,.0f} parameters" if parameters else None,
         config.get("optimizer.name"),
         config.get("train.device"),
@@ -93,6 +94,18 @@ def _run(run: Run) -> dict[str, Any]:
         "isFinished": bool(summary),
         "clock": _clock(run),
     }
+
+
+def _turns(summary: dict[str, Any]) -> list[str]:
+    """Where a run changed its shape, and where it was taken up."""
+    reshapes = summary.get("reshapes")
+    turns = [turn for turn in reshapes if isinstance(turn, dict)] if isinstance(reshapes, list) else []
+    said = [
+        f"{turn.get('before')} -> {turn.get('after')} (stages x replicas) after step {turn.get('step')}"
+        for turn in turns
+    ]
+    resumed_at = number(summary, "resumed_at")
+    return said + ([f"taken up at step {resumed_at:,.0f}"] if resumed_at else [])
 
 
 def _clock(run: Run) -> dict[str, list[float | None]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import replace
 
 import pytest
 
-from slipstream.bench.results import document, markdown, prediction_errors, rows_of
+from slipstream.bench.results import Row, Spread, document, doubts, markdown, prediction_errors, rows_of
 from slipstream.bench.rivals import BARE_LOOP, Rival, StageCosts
 from slipstream.bench.world import Outcome, Round, World
 
@@ -67,3 +68,12 @@ def test_the_document_keeps_every_round():
     assert [each["seconds_per_step"] for each in read["worlds"][0]["rivals"][1]["rounds"]] == [0.08, 0.06, 0.064]
     assert read["worlds"][0]["rivals"][2]["failure"] == "torch says: no"
     assert read["machine"]["torch"]
+
+
+def test_what_cannot_be_or_differs_from_round_to_round_is_doubted() -> None:
+    quiet = Row("rival", Spread(1.0, 0.99, 1.02), 1.0, Spread(0.9, 0.9, 1.01), 1.0, *[None] * 6)
+    assert doubts(quiet) == []
+    (doubt,) = doubts(replace(quiet, utilisation=Spread(1.84, 1.8, 1.9)))
+    assert doubt.startswith("a utilisation of 1.84 cannot be")
+    (doubt,) = doubts(replace(quiet, step_seconds=Spread(0.3, 0.24, 0.534)))
+    assert doubt.startswith("its rounds differ by 122 %")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,50 @@ def test_the_best_of_several_runs_is_marked(write_run: WriteRun) -> None:
     assert figures["Training loss"]["best"] == (False, True, False)
     assert figures["Throughput"]["best"] == (False, False, False)  # the same, so none is best
     assert figures["Delay"]["best"] == (False, False, False)  # neither way is better
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "label"),
+    [
+        ("data.tokenizer", "mine.json", "Training loss"),
+        ("data.tokenizer", "mine.json", "Held-out loss"),
+        ("evaluation.batches", 3, "Held-out loss"),
+        ("train.device", "cuda", "Peak memory"),
+    ],
+)
+def test_none_is_best_where_nothing_can_be_compared(write_run: WriteRun, name: str, value: Any, label: str) -> None:
+    better = read_run(write_run("better", last_loss=1.5), "better")
+    worse = read_run(write_run("worse", last_loss=2.5), "worse")
+    alike = {"data.tokenizer": "bytes", "evaluation.batches": 8, "train.device": "cpu"}
+    better, worse = (replace(run, config=run.config | alike) for run in (better, worse))
+    other = replace(worse, config=worse.config | {name: value})
+    figure = figures_of(other, better)[label]
+    assert figure["best"] == (False, False) and figure["meaning"].endswith(f"not to be compared, {name} differs")
+    assert "not to be compared" not in figures_of(worse, better)[label]["meaning"]
+
+
+def test_a_models_size_decides_whether_throughputs_are_compared(write_run: WriteRun) -> None:
+    small, large = (read_run(write_run(name), name) for name in ("small", "large"))
+    large = replace(large, summary=large.summary | {"parameters": 10**9, "tokens_per_second": 1.0})
+    assert figures_of(small, large)["Throughput"]["best"] == (False, False)
+
+
+def test_throughput_is_that_of_many_steps_because_a_drain_makes_several_updates_at_once(write_run: WriteRun) -> None:
+    run = read_run(write_run("drained"), "drained")
+    seconds, rates = run.metrics.column("seconds").copy(), run.metrics.column("tokens_per_second").copy()
+    rates[-1], seconds[-1] = 100 * rates[-1], seconds[-1] / 100
+    columns = run.metrics.columns | {("seconds",): seconds, ("tokens_per_second",): rates}
+    run = replace(run, metrics=replace(run.metrics, columns=columns))
+    drawn = chart_of(page_data([run]), "training", "Throughput")["series"][0]["y"]
+    assert max(drawn) < 1.06 * min(drawn)
+
+
+def test_the_head_says_where_a_run_changed_its_shape_and_was_taken_up(write_run: WriteRun) -> None:
+    run = read_run(write_run("turned"), "turned")
+    turn = {"step": 20, "before": "2 x 1", "after": "4 x 1", "bytes_moved": 1, "pause_seconds": 0.1}
+    facts = page_data([replace(run, summary=run.summary | {"reshapes": [turn], "resumed_at": 10})])["runs"][0]["facts"]
+    assert "2 x 1 -> 4 x 1 (stages x replicas) after step 20" in facts and "taken up at step 10" in facts
+    assert not any("->" in fact or "taken up" in fact for fact in page_data([run])["runs"][0]["facts"])
 
 
 def test_several_runs_share_axes_under_their_names(write_run: WriteRun) -> None:
