@@ -82,6 +82,7 @@ class Metrics:
         self._expect(report)
         self._write(
             step=report.step,
+            time=round(time.time(), 3),
             loss=report.loss,
             # Without a sum over stages, what is known here is the last stage's share of it.
             gradient_norms=report.gradient_norms if self._schedule.global_update else {},
@@ -128,7 +129,7 @@ class Metrics:
 
     def evaluation(self, report: EvaluationReport) -> None:
         if report.loss is not None:
-            self._write(step=report.step, val_loss=report.loss)
+            self._write(step=report.step, time=round(time.time(), 3), val_loss=report.loss)
             self._screen.print(f"validation loss {report.loss:.4f} after step {report.step + 1}")
 
     def _write(self, **values: Any) -> None:

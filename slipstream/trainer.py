@@ -92,7 +92,7 @@ def train(config: Config) -> None:
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
             f"{parts.layers_per_stage} layers{replicas}, {config.pipeline.schedule}, {config.train.device}; "
-            f"writing {folder}"
+            f"writing {folder}\n{_reading(config, parts)}"
         )
     is_threaded = config.pipeline.transport == "thread"
     # Only a main thread is told of signals.
@@ -135,6 +135,14 @@ class Beginning:
     def as_first(self, crew: Crew) -> Beginning:
         """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
         return Beginning(**json.loads(crew.as_first("beginning", json.dumps(asdict(self)))))
+
+
+def _reading(config: Config, parts: Parts) -> str:
+    """How much text, and how often: a run that goes round a small corpus many times learns it by heart."""
+    per_step, corpus = parts.batches.num_tokens(0), len(parts.batches.tokens)
+    times = per_step * config.train.steps / corpus
+    read = f"{times:.1%} of the {corpus:,} tokens" if times < 1 else f"the {corpus:,} tokens {times:,.1f} times"
+    return f"{per_step:,} tokens a step, of a vocabulary of {parts.model.vocab_size:,}; the run reads {read}"
 
 
 def _unused_rate(config: Config) -> str:

@@ -335,3 +335,15 @@ def test_what_wsd_is_not_told_fits_into_what_it_is(warmup, decay, first, last, t
     )
     learning_rate = check(config).learning_rate
     assert [learning_rate(0), learning_rate(9)] == pytest.approx([first, last])
+
+
+def test_every_field_that_a_run_writes_is_documented(tiny):
+    train(tiny)
+    folder = Path(tiny.run.folder, tiny.run.name)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    page = (Path(__file__).parents[1] / "docs" / "files.md").read_text()
+    metrics_page, summary_page = page.partition("## summary.json")[::2]
+    written = {name for row in rows for name in row} | set(rows[0]["stage_seconds"][0])
+    assert [name for name in sorted(written) if f"`{name}`" not in metrics_page] == []
+    assert [name for name in sorted(summary) if f"`{name}`" not in summary_page] == []

@@ -76,4 +76,4 @@ def test_what_cannot_be_or_differs_from_round_to_round_is_doubted() -> None:
     (doubt,) = doubts(replace(quiet, utilisation=Spread(1.84, 1.8, 1.9)))
     assert doubt.startswith("a utilisation of 1.84 cannot be")
     (doubt,) = doubts(replace(quiet, step_seconds=Spread(0.3, 0.24, 0.534)))
-    assert doubt.startswith("its rounds differ by 122 %")
+    assert doubt.startswith("its rounds differ by 123 %")
