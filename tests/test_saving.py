@@ -175,17 +175,20 @@ def test_checkpoints_are_kept_by_rule(base):
     assert not (folder_of(nothing) / "checkpoints").exists()
 
 
+def tell_after_five_steps(config: Config, number: signal.Signals) -> None:
+    def tell() -> None:
+        metrics = folder_of(config) / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < 5:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=tell, daemon=True).start()
+
+
 @forks
 def test_a_run_that_is_told_to_stop_saves_itself_and_leaves_with_success(base):
     endless = changed(base, run__name="told", pipeline__transport="process", train__steps=400, evaluation__batches=0)
-
-    def tell() -> None:
-        metrics = folder_of(endless) / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < 5:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=tell, daemon=True).start()
+    tell_after_five_steps(endless, signal.SIGTERM)
     train(endless)
     stopped = summary_of(endless)["steps"]
     assert 5 <= stopped < 400 and steps_of(endless) == [stopped]  # one signal, one checkpoint
@@ -197,14 +200,7 @@ def test_a_run_that_is_told_to_stop_saves_itself_and_leaves_with_success(base):
 @forks
 def test_a_signal_to_save_reaches_every_stage_and_makes_one_checkpoint(base):
     told = changed(base, run__name="told", pipeline__transport="process", train__steps=60, evaluation__batches=0)
-
-    def tell() -> None:
-        metrics = folder_of(told) / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < 5:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    threading.Thread(target=tell, daemon=True).start()
+    tell_after_five_steps(told, signal.SIGUSR1)
     train(told)
     assert len(steps_of(told)) == 2 and steps_of(told)[-1] == 60, steps_of(told)
 

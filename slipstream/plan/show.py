@@ -25,14 +25,14 @@ COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f
 
 WIDE = 150
 """Columns of a terminal that has room for the parts of the memory."""
-NARROW_COLUMNS = ("schedule", "P x R", "m x size", "step s", "bubble", "tokens/s", "price", "GiB", "")
+NARROW_COLUMNS = ("schedule", "P x R", "m x size", "step s", "bubble", "tokens/s", "price", "GiB")
 MEMORY_COLUMNS = ("weights", "grads", "optimizer", "activations", "other")
 
 
 def plan_table(search: Search, options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
     """width: of the terminal, in columns. What is essential fits into 80 of them."""
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    names = [*NARROW_COLUMNS[:-1], *(MEMORY_COLUMNS if width >= WIDE else ()), ""]
+    names = [*NARROW_COLUMNS, *(MEMORY_COLUMNS if width >= WIDE else ()), ""]
     for name in names:
         table.add_column(name, justify="left" if name in ("schedule", "") else "right", no_wrap=name != "")
     for name, option in options.items():
