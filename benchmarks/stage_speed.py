@@ -45,11 +45,12 @@ from slipstream.config import (
     model_config,
 )
 from slipstream.data import Batches, Tokens
-from slipstream.model import PRESETS, ModelConfig, layer_costs, layer_names
+from slipstream.model import ModelConfig, layer_costs, layer_names
 from slipstream.parts import Parts, parameter_groups, peak_rates
 from slipstream.pipeline import Pipeline, partition
 from slipstream.pipeline.clock import Activity, Span
 from slipstream.plan.profile import measure_profile, write_profile
+from slipstream.presets import PRESETS
 from slipstream.trainer import make_pipeline
 
 GIB = 2**30

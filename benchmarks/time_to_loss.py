@@ -53,6 +53,7 @@ SETTINGS = {
         "model.dim": 64,
         "model.hidden-dim": 128,
         "model.sequence-length": 128,
+        "train.device": "cpu",
         "train.microbatch-size": 8,
         "optimizer.learning-rate": 0.01,
         "pipeline.stages": 2,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.config import Config
-from slipstream.model import PRESETS
 from slipstream.optim.recipes import RECIPES
+from slipstream.presets import PRESETS
 
 from .fuzz import Case
 

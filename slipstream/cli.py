@@ -36,14 +36,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from .arguments import RunFailure, UsageError, find_run, parse
+from .environment import under_torchrun
 
 MAX_MICROBATCHES = 50_000
 """Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
 
 
 def main() -> NoReturn:
-    from .pipeline import under_torchrun
-
     if not under_torchrun():  # whose stages are not ours to end
         _end_stages_on_signals()
     code = run(sys.argv[1:])
@@ -126,8 +125,6 @@ def _end_stages_on_signals() -> None:
 
 def _train(arguments: list[str]) -> None:
     from .config import Config, ConfigError, load_toml
-    from .pipeline import NonFiniteError, PipelineError, StageFailure
-    from .trainer import run_folder, train
 
     try:
         default = Config()
@@ -139,6 +136,12 @@ def _train(arguments: list[str]) -> None:
             "wins over the file."
         )
         config = parse(Config, arguments, "slipstream train [CONFIG.toml]", description, default)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    from .pipeline import NonFiniteError, PipelineError, StageFailure  # torch, which --help does not wait for
+    from .trainer import run_folder, train
+
+    try:
         train(config)
     except ConfigError as error:
         raise UsageError(str(error)) from error

@@ -1,6 +1,7 @@
 """One tree of frozen dataclasses: the whole configuration of a run.
 
-The command line is generated from it, a TOML file mirrors it, and a run writes it down resolved. Every mistake is a
+The command line is generated from it, a TOML file mirrors it, and a run writes it down resolved. To read it, or to
+explain it with --help, takes no torch. Every mistake is a
 `ConfigError` of one sentence that names the field, the value and the remedy.
 """
 
@@ -13,18 +14,17 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .data import DataConfig
-from .model import PRESETS, ModelConfig
-from .optim.learning_rate import SCHEDULES as LEARNING_RATES
-from .optim.recipes import RECIPES
+from .presets import PRESETS, ModelConfig
 from .reading import read_plain_file
 from .schedule import DEPTHS, SCHEDULES, Schedule, ScheduleError
 
+BUILTIN = "builtin"
+"""The corpus that is always there."""
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.01, 1e6
 """No stage is always faster than the one; the other is some eleven days: longer than anyone waits, and short enough for
 every clock it is handed to."""
@@ -64,6 +64,24 @@ class ModelSection:
     """Experts that every token goes through besides."""
     num_dense_layers: int | None = None
     """Blocks at the beginning that have no experts."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    sources: tuple[str, ...] = (BUILTIN,)
+    """Files (.txt, .jsonl, .bin), folders or globs; "builtin" is the source of Python's standard library."""
+    validation_sources: tuple[str, ...] = ()
+    """Files, folders or globs held out for validation; without any, a part of `sources` is."""
+    validation_fraction: float = 0.05
+    """The part held out: the end of the tokens, or whole files of "builtin"; shards may bring their own."""
+    tokenizer: str = "bytes"
+    """Makes tokens of text: "bytes", or a tokenizer.json or its folder (needs slipstream[text]); shards had theirs."""
+    end_of_text: str | None = None
+    """The tokenizer's token that ends a document. None: found by its usual names. "none": documents have no end."""
+    text_field: str = "text"
+    """The field of a .jsonl object that holds its text."""
+    token_dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    """Type of the ids in .bin shards that have no .json beside them."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +190,8 @@ class TrainSection:
     seed: int = 0
     """Of the weights and of the order of the data."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the stages compute; auto: on GPUs if there are any. There a stage that is a process wants one of its own,
-    unless pipeline.share_gpu is set."""
+    """Where the stages compute; auto: on GPUs if there are enough. There a stage that is a process wants one of its
+    own, unless pipeline.share_gpu is set."""
     dtype: Literal["float32", "float64"] = "float32"
     """Of the weights that the optimizer steps, and of its state."""
     compute_dtype: Literal["float64", "float32", "bfloat16"] | None = None
@@ -337,6 +355,8 @@ AT_MOST = {
 
 def validate(config: Config) -> None:
     """What can be said without looking at data or model; the rest is said when those are built."""
+    from .optim.learning_rate import SCHEDULES as LEARNING_RATES  # here, because they come with torch
+
     values = dict(_walk(config))
     for path, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -437,6 +457,8 @@ def _validate_pipeline(config: Config) -> None:
 
 
 def _validate_optimizer(config: Config) -> None:
+    from .optim.recipes import RECIPES
+
     section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
     whose = "train.steps" if section.horizon_steps is None else "optimizer.horizon_steps"
     for name in ("momentum", "beta1", "beta2"):
@@ -477,7 +499,7 @@ def _validate_optimizer(config: Config) -> None:
                 f"optimizer.arguments.{name} = {section.arguments[name]} has a field of its own: set optimizer.{own}"
             )
     if section.name in RECIPES:
-        _validate_recipe(section)
+        _validate_recipe(section, RECIPES[section.name].arguments)
 
 
 def _validate_balance(config: Config, rate: float) -> None:
@@ -490,9 +512,8 @@ def _validate_balance(config: Config, rate: float) -> None:
         )
 
 
-def _validate_recipe(section: OptimizerSection) -> None:
+def _validate_recipe(section: OptimizerSection, known: Mapping[str, float]) -> None:
     """The classes take any argument and say nothing of those they do not know."""
-    known = RECIPES[section.name].arguments
     for name, value in section.arguments.items():
         if name not in known:
             raise ConfigError(

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from .config import Config, ConfigError, OptimizerSection
+from .environment import under_torchrun
 from .optim.recipes import RECIPES
+from .shape import num_processes
 
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.001} | {name: recipe.learning_rate for name, recipe in RECIPES.items()}
 """The best of our own sweep (docs/results.md, Learning rates); a start for other models, and no more."""
@@ -24,9 +27,10 @@ ADAMW_LEARNING_RATE = 0.003
 
 
 def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Config:
-    """device: that is meant where train.device = "auto"; None: a GPU if there is one."""
+    """device: that is meant where train.device = "auto"; None: GPUs if there are enough."""
     if config.train.device == "auto":
-        chosen: Literal["cpu", "cuda"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        has_enough = torch.cuda.is_available() and torch.cuda.device_count() >= num_gpus_wanted(config)
+        chosen: Literal["cpu", "cuda"] = device or ("cuda" if has_enough else "cpu")
         config = replace(config, train=replace(config.train, device=chosen))
     in_bf16 = config.train.device == "cuda" and config.train.dtype == "float32"
     train, optimizer = config.train, config.optimizer
@@ -37,6 +41,14 @@ def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Con
     rate, adamw_rate = peak_rates_of(optimizer)
     optimizer = replace(optimizer, learning_rate=rate, adamw_learning_rate=adamw_rate)
     return replace(config, train=train, optimizer=optimizer)
+
+
+def num_gpus_wanted(config: Config) -> int:
+    """On this machine, where every process wants one of its own; 1 where they share."""
+    section = config.pipeline
+    if section.transport == "thread" or section.share_gpu or section.backend == "gloo":
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else num_processes(config)
 
 
 def peak_rates_of(section: OptimizerSection) -> tuple[float, float]:

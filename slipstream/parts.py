@@ -19,7 +19,7 @@ from torch import nn
 
 from .config import Config, ConfigError, OptimizerSection, has_experts, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
-from .defaults import optimizer_class, peak_rates_of, settled
+from .defaults import num_gpus_wanted, optimizer_class, peak_rates_of, settled
 from .model import ModelConfig, decoder, layer_costs, layer_names, num_parameters
 from .optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
@@ -136,14 +136,11 @@ def _check_processes(config: Config, model: ModelConfig) -> None:
 def _check_cuda(config: Config) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
-    num_devices, stages = torch.cuda.device_count(), num_processes(config)
-    if config.pipeline.transport == "thread" or config.pipeline.share_gpu or config.pipeline.backend == "gloo":
-        return
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else stages
-    if num_devices < local:
+    num_devices, wanted = torch.cuda.device_count(), num_gpus_wanted(config)
+    if num_devices < wanted:
         raise ConfigError(
-            f"{local} processes (pipeline.stages x pipeline.replicas) need a GPU each and there are {num_devices}: set "
-            "pipeline.share_gpu for several on one GPU, or pipeline.transport = 'thread', or use fewer stages"
+            f"{wanted} processes (pipeline.stages x pipeline.replicas) need a GPU each and there are {num_devices}: "
+            "set pipeline.share_gpu for several on one GPU, or pipeline.transport = 'thread', or use fewer stages"
         )
 
 

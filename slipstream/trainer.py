@@ -12,7 +12,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from torch import nn
 
 from .checkpoint import Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
-from .defaults import settled
+from .defaults import num_gpus_wanted, settled
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen
 from .model import initialise, num_parameters
@@ -60,7 +60,7 @@ def train(config: Config) -> None:
     torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
     is_first = int(os.environ.get("RANK", "0")) == 0
     validate(config)
-    unused = _unused_rate(config)
+    notes = [*_unused_rate(config), *_unused_gpus(config)]
     config = settled(config)
     folder = run_folder(config)
     if is_first:
@@ -86,8 +86,8 @@ def train(config: Config) -> None:
             Screen().print("\n".join([f"going on from the checkpoint of step {found.step}", *changed]))
         elif config.checkpoint.resume:
             Screen().print(f"{folder} has no checkpoint to go on from: beginning with step 1")
-        if unused:
-            Screen().print(unused)
+        for note in notes:
+            Screen().print(note)
         replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
@@ -145,11 +145,18 @@ def _reading(config: Config, parts: Parts) -> str:
     return f"{per_step:,} tokens a step, of a vocabulary of {parts.model.vocab_size:,}; the run reads {read}"
 
 
-def _unused_rate(config: Config) -> str:
+def _unused_rate(config: Config) -> Iterator[str]:
     rate, section = config.optimizer.adamw_learning_rate, config.optimizer
-    if rate is None or leaves_rest_to_adamw(section):
-        return ""
-    return f"optimizer.adamw_learning_rate = {rate:g} is not used: {section.name} takes all parameters by itself"
+    if rate is not None and not leaves_rest_to_adamw(section):
+        yield f"optimizer.adamw_learning_rate = {rate:g} is not used: {section.name} takes all parameters by itself"
+
+
+def _unused_gpus(config: Config) -> Iterator[str]:
+    if config.train.device == "auto" and settled(config).train.device == "cpu" and torch.cuda.is_available():
+        yield (
+            f"training on the CPU: {num_gpus_wanted(config)} stages want a GPU each, and there are "
+            f"{torch.cuda.device_count()}; pipeline.transport = 'thread' puts them on one"
+        )
 
 
 def _check_processes(config: Config) -> None:

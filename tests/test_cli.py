@@ -299,6 +299,20 @@ def test_progress_is_a_line_every_so_many_steps_where_there_is_no_terminal(tiny,
 
 # ---- how it ends
 
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]])
+def test_help_does_not_wait_for_torch(words: list[str]) -> None:
+    program = f"""
+import sys
+from contextlib import suppress
+from slipstream.cli import run
+with suppress(SystemExit):
+    run({words})
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
 TIMEOUT_SECONDS = 120.0
 """Of stages that wait for each other. What ends a run ends it well before."""
 

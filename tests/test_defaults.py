@@ -12,11 +12,24 @@ from slipstream.optim import RECIPES
 from slipstream.parts import learning_rate, peak_rates
 
 
-@pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
-def test_the_device_is_a_gpu_if_there_is_one(monkeypatch, has_gpu, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+@pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
+def test_two_stages_go_to_gpus_if_there_are_two(monkeypatch, num_gpus, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert settled(Config()).train.device == device
     assert settled(changed(Config(), train__device="cpu")).train.device == "cpu"
+
+
+@pytest.mark.parametrize("how", [{"transport": "thread"}, {"share_gpu": True}, {"backend": "gloo"}])
+def test_stages_that_share_a_gpu_want_one(monkeypatch, how):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = changed(Config(), **{f"pipeline__{name}": value for name, value in how.items()})
+    assert settled(config).train.device == "cuda"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert settled(config).train.device == "cuda" and settled(Config()).train.device == "cpu"
 
 
 def test_gpus_compute_in_bfloat16_and_keep_masters_in_float32():

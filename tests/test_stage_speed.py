@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.model import PRESETS, decoder
+from slipstream.model import decoder
+from slipstream.presets import PRESETS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -8,38 +8,19 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from ..config import BUILTIN, DataConfig
 from .shards import DTYPES, read_shard
 from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, Tokens, num_held_out
 
-BUILTIN = "builtin"
 _BUILTIN_BYTES = 16 * 2**20
 _NOT_BUILTIN = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
     *("encodings", "pydoc_data"),  # generated: character tables, and one long help text
 }
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    sources: tuple[str, ...] = (BUILTIN,)
-    """Files (.txt, .jsonl, .bin), folders or globs; "builtin" is the source of Python's standard library."""
-    validation_sources: tuple[str, ...] = ()
-    """Files, folders or globs held out for validation; without any, a part of `sources` is."""
-    validation_fraction: float = 0.05
-    """The part held out: the end of the tokens, or whole files of "builtin"; shards may bring their own."""
-    tokenizer: str = "bytes"
-    """Makes tokens of text: "bytes", or a tokenizer.json or its folder (needs slipstream[text]); shards had theirs."""
-    end_of_text: str | None = None
-    """The tokenizer's token that ends a document. None: found by its usual names. "none": documents have no end."""
-    text_field: str = "text"
-    """The field of a .jsonl object that holds its text."""
-    token_dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    """Type of the ids in .bin shards that have no .json beside them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..environment import under_torchrun
 from .comm import Mesh, Transport, read_failure
 from .crew import Crew, ProcessCrew, ThreadCrew, ThreadShapes
 from .executor import NonFiniteError, PipelineError
@@ -60,10 +61,6 @@ class StageFailure(RuntimeError):
         self.details = details
         if details:
             self.add_note(f"In the stage:\n{details}")  # for whoever lets it through to the interpreter
-
-
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(

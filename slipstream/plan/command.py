@@ -116,7 +116,7 @@ def plan(arguments: list[str]) -> None:
 
 def profile(arguments: list[str]) -> None:
     given, _, _ = _parse(ProfileArguments, arguments, "profile")
-    config = settled(_config(given))
+    config = settled(_config(given), "cuda" if torch.cuda.is_available() else "cpu")
     model = _model(config)
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")

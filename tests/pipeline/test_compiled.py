@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, launch, moe, muon_and_adamw
 from slipstream.loss import chunked_next_token_loss
-from slipstream.model import PRESETS, decoder, initialise
+from slipstream.model import decoder, initialise
 from slipstream.optim import balance_experts
 from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.compiled import COMPILER, Compiled
 from slipstream.pipeline.launch import StageFailure
 from slipstream.pipeline.versions import WeightVersions
+from slipstream.presets import PRESETS
 
 # torch's tracer does what torch warns of.
 pytestmark = [

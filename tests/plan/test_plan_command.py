@@ -15,12 +15,13 @@ from slipstream.arguments import RunFailure, parse
 from slipstream.cli import run
 from slipstream.config import Config, OptimizerSection, model_config, validate
 from slipstream.defaults import settled
-from slipstream.model import PRESETS, layer_costs, num_parameters
+from slipstream.model import layer_costs, num_parameters
 from slipstream.plan import command
 from slipstream.plan import profile as profiling
 from slipstream.plan.costs import estimate, find_device
 from slipstream.plan.predict import SCHEDULES
 from slipstream.plan.price import token_price
+from slipstream.presets import PRESETS
 
 SHAPE = "--model.dim {} --model.num-layers {} --model.num-heads 4 --model.num-kv-heads 2 --model.hidden-dim {}"
 SHAPE += " --optimizer.name adamw"
