@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 from contextlib import nullcontext
 
 import pytest
 import torch
+from pipeline.harness import forks
 from rich.console import Console
 from settings import changed
 
@@ -231,8 +233,11 @@ def test_what_fits_only_with_a_shared_optimizer_is_said_so(capsys, tmp_path):
     assert config.train.compute_dtype == "bfloat16"
 
 
+@forks
 def test_a_slice_is_measured_while_its_neighbours_compute(monkeypatch):
     shares = []
+    forked = multiprocessing.get_context("fork")  # a GPU wants clean processes; here they would only load torch
+    monkeypatch.setattr(profiling.multiprocessing, "get_context", lambda method: forked)
     monkeypatch.setattr(profiling, "sliced", lambda num, share: shares.append((num, share)) or nullcontext())
     config = changed(
         settled(Config()),
