@@ -1,5 +1,6 @@
-"""The command line: train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare.
+"""The command line: init | train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare.
 
+    slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
     slipstream reshape RUN SHAPE
     slipstream schedule NAME --stages P --microbatches M
@@ -55,6 +56,7 @@ def main() -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     commands: dict[str, Callable[[list[str]], None]] = {
+        "init": _init,
         "train": _train,
         "reshape": _reshape,
         "schedule": _schedule,
@@ -280,7 +282,13 @@ def _study(arguments: list[str]) -> None:
         raise RunFailure(str(failure)) from failure
 
 
-# ---- reshape, plan, profile, bench, report: each beside what it runs
+# ---- init, reshape, plan, profile, bench, report: each beside what it runs
+
+
+def _init(arguments: list[str]) -> None:
+    from .init import init
+
+    init(arguments)
 
 
 def _reshape(arguments: list[str]) -> None:

@@ -608,19 +608,19 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section.name}]")
         for name, value in dataclasses.asdict(getattr(config, section.name)).items():
             if value is not None:
-                lines.append(f"{name} = {_literal(value)}")
+                lines.append(f"{name} = {literal(value)}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # TOML's escapes are JSON's, except that it has no surrogate pairs and does not take a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(literal, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(key)} = {_literal(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{literal(key)} = {literal(item)}" for key, item in value.items()) + "}"
     return repr(value)
