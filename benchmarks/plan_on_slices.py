@@ -1,19 +1,22 @@
 """What `plan` says of the step times that `slipstream bench --device cuda` measured, from a profile of one slice.
 
-    slipstream profile --share 12 --output slice.json --train.device cuda --train.dtype bfloat16 --pipeline.stages 4 \\
-        --optimizer.name adamw --optimizer.error-feedback 0 --train.no-track-alignment --train.microbatch-size 1 \\
+    slipstream profile --share 12 --output slice.json --train.device cuda --pipeline.stages 4 --optimizer.name adamw \\
+        --optimizer.error-feedback 0 --train.no-track-alignment --train.microbatch-size 1 \\
         --model.dim 4096 --model.num-layers 16 --model.num-heads 32 --model.num-kv-heads 32 --model.hidden-dim 10880 \\
         --model.vocab-size 256 --model.sequence-length 1024
     python benchmarks/plan_on_slices.py slice.json m4/results.json m8/results.json
 
-The costs of the layers are those of the profile, which knows nothing of pipelines; a message takes as long as the bench
-measured between two stages. Printed are the schedules that plan knows, the larger differences last.
+Forwards and backwards cost what the profile says, which knows nothing of pipelines. A message takes as long as the
+bench measured between two stages, and an update as long as in the bench's one_f_one_b, which makes it in turn: the
+bench keeps its optimizer in bfloat16, and the trainer never does. Printed are the schedules that plan knows, larger
+differences last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +34,16 @@ NAMES = {
 """torch's schedules, as plan calls them; it does not know the others."""
 
 
-def rows(profile: Profile, path: Path, world: dict[str, Any]) -> list[tuple[str, int, float, float]]:
+def update_seconds(worlds: list[dict[str, Any]]) -> float | None:
+    """Of a stage; None: the bench did not play one_f_one_b."""
+    rivals = [rival for world in worlds for rival in world["rivals"] if rival["rival"]["schedule"] == "one_f_one_b"]
+    found = [stage["update"] for rival in rivals for each in rival["rounds"] for stage in each["costs"]]
+    return median(found) if found else None
+
+
+def rows(
+    profile: Profile, path: Path, world: dict[str, Any], update: float | None
+) -> list[tuple[str, int, float, float]]:
     """Of one command of the bench: rival, microbatches, measured and predicted seconds."""
     setting, num_stages = GpuSetting(**world["gpu"]), world["num_stages"]
     costs = profile.costs(setting.config(num_stages), path)
@@ -39,6 +51,8 @@ def rows(profile: Profile, path: Path, world: dict[str, Any]) -> list[tuple[str,
     messages = [each["message_seconds"] for rival in world["rivals"] for each in rival["rounds"]]
     latency = median([seconds for seconds in messages if seconds] or [0.0])
     stages = costs.stages(sizes, setting.batch, latency)
+    if update is not None:
+        stages = replace(stages, update=(update,) * num_stages)
     found = []
     for outcome in world["rivals"]:
         rival, measured = outcome["rival"], outcome["row"]["step_seconds"]
@@ -60,7 +74,8 @@ def main() -> None:
     given = parser.parse_args()
     profile = read_profile(given.profile)
     worlds = [world for path in given.results for world in json.loads(path.read_text(encoding="utf-8"))["worlds"]]
-    found = [row for world in worlds for row in rows(profile, given.profile, world)]
+    update = update_seconds(worlds)
+    found = [row for world in worlds for row in rows(profile, given.profile, world, update)]
     print(f"{profile.device}, torch {profile.torch}\n")
     print("| | m | measured, ms | predicted, ms | off by |\n|---|---:|---:|---:|---:|")
     for name, num_microbatches, measured, predicted in sorted(found, key=lambda row: abs(row[3] / row[2] - 1)):
