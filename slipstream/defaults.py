@@ -39,7 +39,9 @@ def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Con
     if optimizer.newton_schulz_dtype is None:
         optimizer = replace(optimizer, newton_schulz_dtype="bfloat16" if in_bf16 else "float32")
     rate, adamw_rate = peak_rates_of(optimizer)
-    optimizer = replace(optimizer, learning_rate=rate, adamw_learning_rate=adamw_rate)
+    optimizer = replace(optimizer, learning_rate=rate)
+    if leaves_rest_to_adamw(optimizer):
+        optimizer = replace(optimizer, adamw_learning_rate=adamw_rate)
     return replace(config, train=train, optimizer=optimizer)
 
 
@@ -49,6 +51,11 @@ def num_gpus_wanted(config: Config) -> int:
     if section.transport == "thread" or section.share_gpu or section.backend == "gloo":
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else num_processes(config)
+
+
+def leaves_rest_to_adamw(section: OptimizerSection) -> bool:
+    """Whether the optimizer takes matrices alone."""
+    return section.name == "muon" or (section.name in RECIPES and RECIPES[section.name].matrices_only)
 
 
 def peak_rates_of(section: OptimizerSection) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from .config import Config, ConfigError, OptimizerSection, has_experts, model_config, schedule_of, validate
 from .data import Batches, Corpus, DataConfig, Tokens, ValidationBatches, load_corpus, validation_batches
-from .defaults import num_gpus_wanted, optimizer_class, peak_rates_of, settled
+from .defaults import leaves_rest_to_adamw, num_gpus_wanted, optimizer_class, peak_rates_of, settled
 from .model import ModelConfig, decoder, layer_costs, layer_names, num_parameters
 from .optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
 from .optim.groups import assign
@@ -198,11 +198,6 @@ def _optimizer_groups(config: Config) -> list[Group]:
     if "weight_decay" in inspect.signature(cls).parameters:
         arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
     return [Group("all", partial(cls, **arguments), **shared)]
-
-
-def leaves_rest_to_adamw(section: OptimizerSection) -> bool:
-    """Whether the optimizer takes matrices alone."""
-    return section.name == "muon" or (section.name in RECIPES and RECIPES[section.name].matrices_only)
 
 
 def adamw_predictor(section: OptimizerSection) -> str:

@@ -24,11 +24,11 @@ from torch import nn
 
 from .checkpoint import Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
-from .defaults import num_gpus_wanted, settled
+from .defaults import leaves_rest_to_adamw, num_gpus_wanted, settled
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen
 from .model import initialise, num_parameters
-from .parts import Parts, check, leaves_rest_to_adamw, recomputed_layers
+from .parts import Parts, check, recomputed_layers
 from .pipeline import (
     Crew,
     Pipeline,

@@ -47,6 +47,11 @@ def test_cpus_compute_in_what_the_weights_are_in():
     assert config.train.compute_dtype is None and config.optimizer.newton_schulz_dtype == "float32"
 
 
+def test_adamws_rate_is_given_where_it_takes_the_rest():
+    assert settled(Config()).optimizer.adamw_learning_rate == 0.003
+    assert settled(changed(Config(), optimizer__name="adamw")).optimizer.adamw_learning_rate is None
+
+
 def test_what_is_settled_stays_so():
     once = settled(Config())
     assert settled(once) == once

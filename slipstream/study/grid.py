@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, ConfigError, build, validate
-from ..defaults import settled
+from ..defaults import peak_rates_of, settled
 from ..reading import read_plain_file
 from .cell import Cell
 
@@ -182,13 +182,16 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
 
 
 def _settled(config: Config) -> Config:
-    """As a pipeline's, except that dtypes are the study's own affair."""
+    """As a pipeline's, except that dtypes are the study's own affair, and that AdamW's rate beside another has always
+    been a part of a cell's id, used or not."""
     dtype = config.optimizer.newton_schulz_dtype or "float32"
     chosen = settled(config)
     return replace(
         chosen,
         train=replace(chosen.train, compute_dtype=config.train.compute_dtype),
-        optimizer=replace(chosen.optimizer, newton_schulz_dtype=dtype),
+        optimizer=replace(
+            chosen.optimizer, newton_schulz_dtype=dtype, adamw_learning_rate=peak_rates_of(config.optimizer)[1]
+        ),
     )
 
 
