@@ -22,6 +22,7 @@ from ..model import ModelConfig
 from ..parts import parameter_groups, recomputed_layers
 from ..pipeline import under_torchrun
 from .advice import Advice, Given, advise
+from .budget import budget_sentence
 from .costs import DeviceKind, ModelCosts, estimate, find_device
 from .memory import MemoryModel
 from .predict import SCHEDULES
@@ -57,6 +58,8 @@ class PlanArguments(Config):
     """Gigabits per second of the link between two devices, in one direction; by default NVLink's."""
     batch_tokens: int | None = None
     """Tokens to a step, over all devices. By default the configuration's, or 8 sequences per device if that is more."""
+    tokens: float | None = None
+    """To train on: how long do they take? By default 20 for every parameter that a token goes through."""
     efficiency: float = 0.5
     """The share of a device's peak, in the dtype of what is computed, that matrix products reach: for estimates, where
     there is no profile."""
@@ -110,7 +113,7 @@ def plan(arguments: list[str]) -> None:
     advice = advise(search, options, Given(path, default, asked, train_device))
     if advice.choice is not None:  # replicas may be better off if they share the optimizer
         options[advice.choice.schedule] = advice.choice
-    _print(screen, search, device, options, advice)
+    _print(screen, search, device, options, advice, given.tokens)
     _write(given, search, options, advice, screen)
 
 
@@ -180,7 +183,7 @@ def _check_plan(given: PlanArguments) -> None:
     if not 1 <= given.devices <= MAX_DEVICES:
         problem = "is missing, or 0" if given.devices == 0 else f"= {given.devices} cannot be"
         raise UsageError(f"devices {problem}: say how many there are, --devices 8, up to {MAX_DEVICES:,}")
-    for name in ("memory", "bandwidth_gbps"):
+    for name in ("memory", "bandwidth_gbps", "tokens"):
         value = getattr(given, name)
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name} = {value} cannot be: use a number above 0")
@@ -293,7 +296,12 @@ def _progress() -> Progress:
 
 
 def _print(
-    screen: Screen, search: Search, device: DeviceKind, options: dict[str, Option | str], advice: Advice
+    screen: Screen,
+    search: Search,
+    device: DeviceKind,
+    options: dict[str, Option | str],
+    advice: Advice,
+    tokens: float | None,
 ) -> None:
     cluster, model = search.cluster, search.model
     shared = ", its masters and state shared by replicas" if search.config.optimizer.sharded else ""
@@ -318,6 +326,8 @@ def _print(
         screen.print("\n".join([*impossible, ""]))
     for sentence in advice.sentences:
         screen.print(sentence)
+    if advice.choice is not None:
+        screen.print(budget_sentence(search, device, advice.choice, tokens))
     if advice.command:
         screen.print(f"\n  {advice.command}")
 

@@ -18,7 +18,7 @@ from slipstream.cli import run
 from slipstream.config import Config, OptimizerSection, model_config, validate
 from slipstream.defaults import settled
 from slipstream.model import layer_costs, num_parameters
-from slipstream.plan import command
+from slipstream.plan import budget, command
 from slipstream.plan import profile as profiling
 from slipstream.plan.costs import estimate, find_device
 from slipstream.plan.predict import SCHEDULES
@@ -387,3 +387,31 @@ def test_the_work_of_active_experts_and_the_update_of_all_of_them_are_estimated(
     moves = 12 * 4 * 64 * 3 * 1024 * 2048 / device.memory_bandwidth
     assert products + moves < sparse.update < 1.2 * (products + moves)
     assert dense.update < sparse.update / 3
+
+
+def test_a_plan_says_how_much_of_the_devices_is_used_and_how_long_a_budget_takes(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ["--devices", "2", "--batch-tokens", "4096", "--json", str(path), *SMALL, *IN_FLOAT32]
+    said = plan(capsys, *words, "--tokens", "1e15")
+    (line,) = re.findall(r"^data parallel: (\d+)% MFU; 1e\+15 tokens take (.*)\.$", said, re.MULTILINE)
+    row = next(row for row in json.loads(path.read_text())["options"] if row["schedule"] == "data parallel")
+    days = 1e15 / row["tokens_per_second"] / 86400
+    assert line[1] == f"{days:,.1f} days"
+    model = model_config(parse(Config, SMALL, "slipstream train", ""), 0)
+    flops = 3 * sum(layer_costs(model, model.sequence_length)) * row["tokens_per_second"]
+    assert int(line[0]) == round(100 * flops / (2 * find_device("h200").flops))
+    assert f"{20 * num_parameters(model):.3g} tokens, 20 to a parameter" in plan(capsys, *words)
+
+
+def test_the_price_of_a_delay_is_in_the_time_that_a_budget_takes(capsys, monkeypatch):
+    words = ["--devices", "2", "--batch-tokens", "4096", "--tokens", "1e15", *SMALL, *IN_FLOAT32]
+    (cheap,) = re.findall(r"1e\+15 tokens take ([\d.]+) \w+\.$", plan(capsys, *words), re.MULTILINE)
+    monkeypatch.setattr(budget, "price", lambda search, option: 2.0)
+    (dear,) = re.findall(r"\(2e\+15 with the delay's price\) take ([\d.]+) \w+\.$", plan(capsys, *words), re.MULTILINE)
+    assert float(dear) == pytest.approx(2 * float(cheap), rel=0.02)
+
+
+@pytest.mark.parametrize("tokens", ["0", "-1", "inf"])
+def test_a_budget_that_is_none_is_refused(capsys, tokens):
+    said = refusal(capsys, "plan", "--devices", "2", "--tokens", tokens, *SMALL)
+    assert f"tokens = {float(tokens)} cannot be: use a number above 0" in said
