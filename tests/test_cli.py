@@ -194,7 +194,10 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
     ("arguments", "sentence"),
     [
         ("trian", "command 'trian' is unknown: did you mean train?"),
-        ("fly", "command 'fly' is unknown: known are train, reshape, schedule, plan, profile, bench, study, report"),
+        (
+            "fly",
+            "command 'fly' is unknown: known are init, train, reshape, schedule, plan, profile, bench, study, report",
+        ),
         ("schedule", "NAME is missing: see slipstream schedule --help"),
         ("schedule pipe", "schedule 'pipe' is unknown: choose one of"),
         ("schedule two_bw --stages x", "stages = 'x' cannot be: write a whole number"),

@@ -13,7 +13,6 @@ from torch import nn
 
 from slipstream.model import (
     IGNORE,
-    PRESETS,
     Attention,
     ModelConfig,
     decoder,
@@ -25,6 +24,7 @@ from slipstream.model import (
     rotate,
     tie,
 )
+from slipstream.presets import PRESETS
 
 CONFIG = ModelConfig(
     vocab_size=40, sequence_length=16, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, hidden_dim=32

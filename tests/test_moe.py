@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from slipstream import Muon, moe, muon_and_adamw
 from slipstream.model import (
-    PRESETS,
     ModelConfig,
     decoder,
     initialise,
@@ -25,6 +24,7 @@ from slipstream.model import (
 from slipstream.moe import Mixture
 from slipstream.optim import SignDescent, balance_experts
 from slipstream.optim.groups import assign
+from slipstream.presets import PRESETS
 
 CONFIG = ModelConfig(
     vocab_size=40,
