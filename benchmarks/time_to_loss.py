@@ -22,6 +22,7 @@ The rules:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -235,7 +236,8 @@ def earlier_runs(output: Path | None) -> list[Run]:
 def leave_behind(runs: list[Run], output: Path) -> None:
     output.with_suffix(".json").write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     output.with_suffix(".md").write_text(table(runs) + "\n")
-    draw(runs, output.with_suffix(".png"))
+    if importlib.util.find_spec("matplotlib") is not None:  # the same command draws later, where it is installed
+        draw(runs, output.with_suffix(".png"))
 
 
 def measure(given: argparse.Namespace) -> list[Run]:
@@ -245,19 +247,22 @@ def measure(given: argparse.Namespace) -> list[Run]:
     runs = earlier_runs(given.output)
     if others := {run.steps for run in runs} - {num_steps for _, _, num_steps in turns.values()}:
         raise RunFailure(f"{given.output}.json has runs of {min(others)} steps: give --steps, or another --output")
+    wanted = [name for name in turns if given.rivals is None or name in given.rivals]
+    done = {(run.rival, run.seed) for run in runs}
+    batches = [seeds] if given.together else [[seed] for seed in seeds]
+    jobs = [(name, [seed for seed in batch if (name, seed) not in done]) for batch in batches for name in wanted]
+    if not any(left for _, left in jobs):
+        leave_behind(runs, given.output)
+        return runs
     at_a_time = len(seeds) if given.together else 1
     slices = sliced(4 * at_a_time, SHARE) if given.device == "cuda" else nullcontext()
     with slices, ThreadPoolExecutor(at_a_time) as pool:
-        for batch in [seeds] if given.together else [[seed] for seed in seeds]:
-            for rival, (runner, options, num_steps) in turns.items():
-                done = {run.seed for run in runs if run.rival == rival}
-                left = [seed for seed in batch if seed not in done]
-                if not left or (given.rivals is not None and rival not in given.rivals):
-                    continue
-                job = partial(train, rival=rival, runner=runner, options=[*fixed, *options], num_steps=num_steps)
-                runs += pool.map(job, left)
-                if given.output:  # after every turn: whoever stops it keeps what there is
-                    leave_behind(runs, given.output)
+        for rival, left in jobs:
+            runner, options, num_steps = turns[rival]
+            job = partial(train, rival=rival, runner=runner, options=[*fixed, *options], num_steps=num_steps)
+            runs += pool.map(job, left)
+            if given.output:  # after every turn: whoever stops it keeps what there is
+                leave_behind(runs, given.output)
     return runs
 
 
