@@ -107,6 +107,8 @@ class Crew(ABC):
         if self.transport is not None:
             self.transport.close()
             self.transport = self.place = None
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # what the next shape needs is of other sizes, and whoever stands by needs nothing
 
     # ---- words
 

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from .link import Link, Message, Spec, Waiting, peer_lost
-from .streams import await_device, look_until
+from .streams import await_device, borrow_stream, look_until
 from .wire import Wire
 
 FOREVER = timedelta(days=365)
@@ -184,7 +184,7 @@ class NcclLink(Link):
     def _run(self, work: Callable[[], None]) -> None:
         torch.cuda.set_device(self._device)
         try:
-            with torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
+            with torch.cuda.stream(borrow_stream(self, self._device, priority=-1)):
                 work()
         except Exception as error:  # for the stage, when it next asks
             with self._sent:

@@ -176,7 +176,8 @@ class Reducer:
         for name, gradient in finished.gradients.items():
             if name not in self.tied or self.transport.stage == self.tied[name].stages[0]:  # tied weights count once
                 group = self.group_of[name]
-                squares[group] = squares[group] + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+                norm = torch.linalg.vector_norm(gradient, dtype=norm_dtype(gradient))
+                squares[group] = squares[group] + norm.to(torch.float64).square()
         loss = squares[0].new_zeros(()) if finished.loss is None else finished.loss.to(torch.float64)
         return torch.cat(
             [loss.reshape(1), requests.to(torch.float64), finished.products.flatten(), torch.stack(squares)]
@@ -203,6 +204,12 @@ class Reducer:
             non_finite=non_finite,
             requests=Requests(*(total > 0 for total in totals[1 : 1 + NUM_REQUESTS])),
         )
+
+
+def norm_dtype(gradient: Tensor) -> torch.dtype:
+    """What the squares of a gradient are added up in. On a GPU, where a sum is a tree, float32 is enough, and float64
+    would cost a copy of the gradient in it, which took longer than the whole update."""
+    return torch.promote_types(gradient.dtype, torch.float32) if gradient.is_cuda else torch.float64
 
 
 def _total(column: Sequence[float]) -> float:

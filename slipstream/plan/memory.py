@@ -247,7 +247,7 @@ class MemoryModel:
 
     def _reduction(self, stage: Stage, has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int]:
         """What Reducer.reduce holds while it waits for the others, and then needs for a moment: a copy of a tied
-        gradient and room for both stages' copies; and the largest gradient in float64, for its norm."""
+        gradient and room for both stages' copies; and on a CPU the largest gradient in float64, for its norm."""
         bytes_each = self.dtypes.gradient.itemsize
         is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
@@ -258,7 +258,8 @@ class MemoryModel:
             rows.append(self.model.expert_dim * max(self.model.num_experts, self.model.num_shared_experts))
         if has_embedding or has_head:
             rows.append(self.model.vocab_size)
-        return tied, 8 * self.model.dim * max(rows) if bytes_each < 8 else 0
+        has_copy = self.kernels == "cpu" and bytes_each < 8  # see norm_dtype
+        return tied, 8 * self.model.dim * max(rows) if has_copy else 0
 
     def _messages(self, stage: Stage, microbatch_size: int) -> int:
         """As ProcessLink keeps them, between processes and machines: receives are posted up to LOOKAHEAD actions ahead,

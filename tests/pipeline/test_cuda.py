@@ -12,6 +12,7 @@ from harness import Task, even_cut, language_model, largest_difference, run_pipe
 
 from slipstream import Pipeline, launch, muon_and_adamw
 from slipstream.pipeline.clock import TimeSplit
+from slipstream.pipeline.reduction import norm_dtype
 
 pytestmark = [
     pytest.mark.cuda,
@@ -119,3 +120,26 @@ def test_the_clock_measures_the_device():
         assert 0 < split.utilisation <= 1
         assert min(split) >= 0 and split.forward > 0 and split.backward > 0
         assert split.total <= last
+
+
+def test_pipelines_one_after_another_need_no_more_memory_than_the_first_two():
+    """As in a run that changes its shape again and again."""
+    task = language_model(tied=False)
+    held = []
+    for _ in range(6):
+        run_pipeline(task, 2, groups(1.0), num_microbatches=2, num_steps=4, device="cuda")
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_reserved())
+    assert max(held[2:]) <= held[1]
+
+
+def test_a_norm_copies_no_gradient():
+    gradient = torch.randn(2**20, device="cuda")
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
+        values = gradient.to(dtype)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        norm = torch.linalg.vector_norm(values, dtype=norm_dtype(values))
+        assert torch.cuda.max_memory_allocated() - before < values.nbytes / 2
+        assert norm.dtype == expected
+        assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
