@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config
+from . import savings
+from .causes import idle_causes, say_causes
+from .fsdp import FSDP
 from .price import token_price
 from .search import ALIKE, DATA_PARALLEL, Option, Search
 
 GIB = 2**30
-PREFERENCE = ("one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
-"""Among schedules that are equally fast: no delay, then one that is the same everywhere and can be made up for."""
+PREFERENCE = (DATA_PARALLEL, "one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
+"""Among what is equally fast: nothing to cut, then no delay, then one that is the same everywhere and can be made up
+for."""
 MUCH = 0.05
 """A difference in speed that is worth a sentence."""
+BIG_BUBBLE = 0.03
+"""That is worth its causes."""
 
 
 @dataclass(frozen=True)
@@ -27,30 +33,6 @@ class Advice:
     """What they recommend; None if nothing fits."""
     command: str | None
     """What to type next."""
-
-
-def advise(search: Search, options: Mapping[str, Option | str], given: Given) -> Advice:
-    found = {name: option for name, option in options.items() if isinstance(option, Option)}
-    fitting = {name: option for name, option in found.items() if option.fits}
-    whole = fitting.pop(DATA_PARALLEL, None)
-    runnable = [option for option in fitting.values() if option.is_runnable]
-    most = max((worth(search, option) for option in runnable), default=0.0)
-    alike = [option for option in runnable if worth(search, option) >= (1 - ALIKE) * most]
-    best = min(alike, key=lambda option: PREFERENCE.index(option.schedule), default=None)
-    if whole is not None:
-        return _use_one_stage(search, whole, best, given)
-    if best is not None:
-        return _use_pipeline(search, best, fitting, found, given)
-    return _nothing_fits(search, found)
-
-
-def worth(search: Search, option: Option) -> float:
-    """Tokens per second, less those that its delay costs."""
-    return option.tokens_per_second / price(search, option)
-
-
-def price(search: Search, option: Option) -> float:
-    return token_price(search.config.optimizer, option.schedule, max(option.prediction.delay))
 
 
 @dataclass(frozen=True)
@@ -63,85 +45,111 @@ class Given:
     device: str
 
 
-def _use_one_stage(search: Search, whole: Option, best: Option | None, given: Given) -> Advice:
-    """best: of the pipelines that the trainer plays."""
+def advise(searches: Sequence[Search], options: Mapping[str, Option | str], given: Given) -> Advice:
+    """searches: from the one that saves no memory to the one that saves most."""
+    search = searches[0]
+    found = {name: option for name, option in options.items() if isinstance(option, Option)}
+    fitting = {name: option for name, option in found.items() if option.fits}
+    runnable = [option for option in fitting.values() if option.is_runnable]
+    if not runnable:
+        return _nothing_fits(searches[-1], found)
+    most = max(worth(search, option) for option in runnable)
+    whole = fitting.get(DATA_PARALLEL)
+    if whole is not None and worth(search, whole) * (1 + MUCH) >= most:
+        choice = whole
+    else:
+        alike = [option for option in runnable if worth(search, option) >= (1 - ALIKE) * most]
+        choice = min(alike, key=lambda option: PREFERENCE.index(option.schedule))
+    is_whole = choice.schedule == DATA_PARALLEL
+    (own,) = [each for each in searches if each.config == choice.config]
+    sentences = [
+        *(_use_replicas(search, choice) if is_whole else _use_pipeline(own, choice, found, given)),
+        *_beside_fsdp(search, choice, fitting.get(FSDP)),
+        *([] if is_whole else _beside_the_others(search, choice, fitting)),
+    ]
+    return Advice(tuple(sentences), choice, _command(choice, given))
+
+
+def worth(search: Search, option: Option) -> float:
+    """Tokens per second, less those that its delay costs."""
+    return option.tokens_per_second / price(search, option)
+
+
+def price(search: Search, option: Option) -> float:
+    return token_price(search.config.optimizer, option.schedule, max(option.prediction.delay))
+
+
+def _use_replicas(search: Search, whole: Option) -> list[str]:
     fits = f"the model fits on one device ({_gib(whole.memory[0].most)} of {_gib(search.cluster.memory)} GiB)"
     if search.cluster.num_devices == 1:
-        return Advice((f"There is nothing to cut: {fits}.",), whole, _command(whole, given))
-    sentences = [
-        f"Pipeline parallelism is the wrong tool here: {fits}. Use data parallelism or FSDP on all of them: no "
-        "bubble, no delay, no cut to balance.",
-        "With pipeline.stages = 1 the trainer does the former, a replica on every device (pipeline.replicas).",
-    ]
-    replicas, typed = whole, given
-    if best is not None and _is_worth_much_more(search, best, whole) and not search.config.optimizer.sharded:
-        shared = _shared(search).best(DATA_PARALLEL)
-        if isinstance(shared, Option) and shared.fits and _is_worth_much_more(search, shared, whole):
-            gain = shared.tokens_per_second / whole.tokens_per_second - 1
-            sentences.append(
-                f"Let them share the update, which else each of them makes for all the model (--optimizer.sharded): "
-                f"{gain:.0%} faster, {shared.tokens_per_second:,.0f} tokens/s."
-            )
-            config = replace(given.config, optimizer=replace(given.config.optimizer, sharded=True))
-            replicas, typed = shared, replace(given, config=config)
-    if best is None or not _is_worth_much_more(search, best, replicas):
-        return Advice(tuple(sentences), replicas, _command(replicas, typed))
-    gain = best.tokens_per_second / replicas.tokens_per_second - 1
-    pipeline = f"{best.schedule} on {best.num_stages} stages"
-    even = "" if replicas is whole else ", even if they share the update (--optimizer.sharded)"
-    overlapped = replicas.tokens_per_second / max(replicas.bubble, 1 - replicas.bubble)
-    if overlapped < worth(search, best):
-        sentence = f"{pipeline} is predicted {gain:.0%} faster than a replica on each{even}, though {fits}."
-        return Advice((sentence, *_price_said(search, best)), best, _command(best, given))
-    sentences = [
-        f"Pipeline parallelism is the wrong tool here: {fits}. Use FSDP on all of them, which hides the sums of "
-        f"gradients behind the backward: up to {overlapped:,.0f} tokens/s, no bubble, no delay, no cut to balance.",
-        f"This trainer's replicas wait for their sums, {replicas.bubble:.0%} of a step. Of what it plays, {pipeline} "
-        f"is the best: {gain:.0%} faster than a replica on each{even}.",
-        *_price_said(search, best),
-    ]
-    return Advice(tuple(sentences), best, _command(best, given))
-
-
-def _is_worth_much_more(search: Search, one: Option, other: Option) -> bool:
-    return worth(search, one) > (1 + MUCH) * worth(search, other)
-
-
-def _is_much_faster(one: Option, other: Option) -> bool:
-    return one.tokens_per_second > (1 + MUCH) * other.tokens_per_second
-
-
-def _price_said(search: Search, option: Option) -> list[str]:
-    more = price(search, option) - 1
-    if not more:
-        return []
-    feedback = "with error feedback" if search.config.optimizer.error_feedback else "without error feedback"
+        return [f"There is nothing to cut: {fits}."]
+    shared = whole.config.optimizer.sharded and not search.config.optimizer.sharded
     return [
-        f"Its delay costs about {more:.0%} more tokens to the same loss with {search.config.optimizer.name} {feedback} "
-        "(docs/results.md; less in long runs of small steps), and that is counted here."
+        f"Pipeline parallelism is the wrong tool here: {fits}. Use a replica on every device (pipeline.stages = 1): no "
+        "bubble, no delay, no cut to balance.",
+        *(["They share the update, which else each makes for all the model (--optimizer.sharded)."] if shared else []),
     ]
 
 
-def _use_pipeline(
-    search: Search, best: Option, fitting: Mapping[str, Option], found: Mapping[str, Option], given: Given
-) -> Advice:
-    whole = found.get(DATA_PARALLEL)
-    largest = best.memory[best.largest_stage]
+def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], given: Given) -> list[str]:
+    whole, largest = found.get(DATA_PARALLEL), best.memory[best.largest_stage]
     replicas = f" in each of {best.num_replicas} replicas" if best.num_replicas > 1 else ""
-    too_large = "" if whole is None else f"One device would need {_gib(whole.memory[0].most)} GiB. "
-    limit = _gib(search.cluster.memory)
+    too_large = ""
+    if whole is not None and not whole.fits:
+        too_large = f"One device would need {_gib(whole.memory[0].most)} GiB. "
     late = max(best.prediction.delay)
     sentences = [
         f"{too_large}Use {best.schedule} on {best.num_stages} stages{replicas}: {best.tokens_per_second:,.0f} "
-        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(largest.most)} of {limit} GiB, on stage "
-        f"{best.largest_stage}." + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
+        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(largest.most)} of {_gib(search.cluster.memory)} "
+        f"GiB, on stage {best.largest_stage}."
+        + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
     ]
+    if saved := savings.words(best.config, given.config, best.num_replicas):
+        sentences.append(f"With {', '.join(saved)}.")
+    if best.bubble >= BIG_BUBBLE:
+        sentences.append(say_causes(search, best, idle_causes(search, best)))
+    idle = search.cluster.num_devices - best.num_devices
+    if idle:
+        sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
+    return sentences
+
+
+def _beside_fsdp(search: Search, choice: Option, fsdp: Option | None) -> list[str]:
+    if search.cluster.num_devices == 1:
+        return []
+    if fsdp is None:
+        return ["FSDP would not fit."]
+    gain = fsdp.tokens_per_second / worth(search, choice) - 1
+    counted = ", the delay's price counted" if price(search, choice) > 1 else ""
+    makes = f"{fsdp.tokens_per_second:,.0f} tokens/s"
+    if abs(gain) <= ALIKE:
+        return [f"FSDP, which this trainer does not have, would be as fast ({makes}{counted}), with nothing to cut."]
+    if gain < 0:
+        return [f"FSDP would be {-gain:.0%} slower ({makes}{counted})."]
+    tool = "" if choice.schedule == DATA_PARALLEL else "Pipeline parallelism is the wrong tool here: "
+    return [
+        f"{tool}FSDP, which this trainer does not have and torchtitan has, would be {gain:.0%} faster "
+        f"({makes}{counted}), with no delay and nothing to cut."
+    ]
+
+
+def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Option]) -> list[str]:
+    sentences = []
     others = [fitting[name] for name in ("one_f_one_b", "gpipe") if name in fitting and name != best.schedule]
-    if others and late:
+    if others and max(best.prediction.delay) > 0:
         gain = best.tokens_per_second / others[0].tokens_per_second - 1
-        sentences.append(f"That is {gain:.1%} faster than {others[0].schedule}, which has no delay.")
-    sentences += _price_said(search, best)
-    faster = [option for option in fitting.values() if option.is_runnable and _is_much_faster(option, best)]
+        sentences.append(f"It is {gain:.1%} faster than {others[0].schedule}, which has no delay.")
+    if more := price(search, best) - 1:
+        feedback = "with error feedback" if search.config.optimizer.error_feedback else "without error feedback"
+        sentences.append(
+            f"Its delay costs about {more:.0%} more tokens to the same loss with {search.config.optimizer.name} "
+            f"{feedback} (docs/results.md; less in long runs of small steps), and that is counted here."
+        )
+    faster = [
+        option
+        for option in fitting.values()
+        if option.is_runnable and option.tokens_per_second > (1 + MUCH) * best.tokens_per_second
+    ]
     if faster:
         rival = max(faster, key=lambda option: option.tokens_per_second)
         sentences.append(
@@ -149,32 +157,32 @@ def _use_pipeline(
             f"costs {price(search, rival) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
             "(docs/results.md; less in long runs of small steps)."
         )
-    fastest = max(fitting.values(), key=lambda option: option.tokens_per_second)
+    fastest = max(
+        (option for option in fitting.values() if option.schedule != FSDP), key=lambda option: option.tokens_per_second
+    )
     if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
-    sentences += _sharing(search, found, best.tokens_per_second)
-    idle = search.cluster.num_devices - best.num_devices
-    if idle:
-        sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
-    return Advice(tuple(sentences), best, _command(best, given))
+    return sentences
 
 
-def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
-    pipelines = [option for name, option in found.items() if name != DATA_PARALLEL] or list(found.values())
+def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
+    """smallest: the search that saves most."""
+    pipelines = [option for option in found.values() if option.schedule not in (DATA_PARALLEL, FSDP)]
     if not pipelines:
         reason = "no schedule can be played with this batch: give another with --batch-tokens"
         return Advice((f"Nothing can be planned: {reason}.",), None, None)
     least = min(pipelines, key=lambda option: option.memory[option.largest_stage].most)
     memory = least.memory[least.largest_stage]
+    marks = savings.marks(least.config, least.num_replicas)
     sentences = [
-        f"Nothing fits into {_gib(search.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
-        f"{least.schedule} on {least.num_stages} stages ({_parts(memory)}).",
-        *_sharing(search, found),
-        *_smaller_activations(search.config),
+        f"Nothing fits into {_gib(smallest.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
+        f"{least.schedule} on {least.num_stages} stages{f' and {marks}' if marks else ''} ({_parts(memory)}).",
     ]
+    if (fsdp := found.get(FSDP)) is not None and fsdp.fits:
+        sentences.append(f"FSDP, which this trainer does not have, would: {fsdp.tokens_per_second:,.0f} tokens/s.")
     for schedule in ("two_bw", "one_f_one_b"):
-        more = search.more_devices(schedule)
+        more = smallest.more_devices(schedule)
         if more is not None:
             sentences.append(
                 f"It needs more devices: {schedule} on {more.num_stages} stages would take "
@@ -188,51 +196,6 @@ def _nothing_fits(search: Search, found: Mapping[str, Option]) -> Advice:
             "memory, or tensor parallelism, which the trainer does not have."
         )
     return Advice(tuple(sentences), None, None)
-
-
-def _sharing(search: Search, found: Mapping[str, Option], least: float = 0.0) -> list[str]:
-    """What fits only where replicas share the optimizer: the fastest of it. Of pipelines, only one that makes more than
-    the least tokens per second is worth a word."""
-    if search.config.optimizer.sharded or search.cluster.num_devices == 1:
-        return []
-    shared = _shared(search)
-    too_large = [name for name, option in found.items() if not option.fits and _is_trainable(option)]
-    options = [option for option in map(shared.best, too_large) if isinstance(option, Option)]
-    fitting = [
-        option
-        for option in options
-        if option.fits
-        and option.num_replicas > 1
-        and (option.schedule == DATA_PARALLEL or option.tokens_per_second > least)
-    ]
-    if not fitting:
-        return []
-    best = max(fitting, key=lambda option: option.tokens_per_second)
-    stages = "" if best.schedule == DATA_PARALLEL else f" on {best.num_stages} stages"
-    return [
-        f"With --optimizer.sharded, where replicas share masters and optimizer state, {best.schedule}{stages} would "
-        f"fit too, {best.num_replicas} replicas with {_gib(best.memory[best.largest_stage].most)} GiB on a device: "
-        f"{best.tokens_per_second:,.0f} tokens/s."
-    ]
-
-
-def _shared(search: Search) -> Search:
-    """The same where replicas share the optimizer."""
-    config = replace(search.config, optimizer=replace(search.config.optimizer, sharded=True))
-    return replace(search, config=config, memory_model=replace(search.memory_model, config=config))
-
-
-def _is_trainable(option: Option) -> bool:
-    return option.is_runnable or option.schedule == DATA_PARALLEL
-
-
-def _smaller_activations(config: Config) -> list[str]:
-    options = []
-    if config.train.recompute_every != 1:
-        options.append("--train.recompute-every 1 (every block is computed twice)")
-    if not config.train.loss_chunk_tokens:
-        options.append("--train.loss-chunk-tokens 1024 (never all logits at once)")
-    return [f"Activations shrink with {' and '.join(options)}."] if options else []
 
 
 def _parts(memory: Any) -> str:
@@ -261,6 +224,11 @@ def _command(option: Option, given: Given) -> str:
         chosen["pipeline.schedule"] = "one_f_one_b"
     if option.schedule == "paci":
         chosen["optimizer.error_feedback"] = 0.0
+    chosen |= {
+        "optimizer.sharded": option.config.optimizer.sharded and option.num_replicas > 1,
+        "train.loss_chunk_tokens": option.config.train.loss_chunk_tokens,
+        "train.recompute_every": option.config.train.recompute_every,
+    }
     words = ["slipstream", "train", *([given.path] if given.path else [])]
     for section in dataclasses.fields(Config):
         hints = typing.get_type_hints(type(getattr(given.config, section.name)))

@@ -27,13 +27,14 @@ def utilisation_of(search: Search, device: DeviceKind, option: Option) -> float:
 def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: float | None) -> str:
     """tokens: to train on, without delay; None: 20 to a parameter."""
     budget = default_budget(search) if tokens is None else tokens
-    reason = f", {TOKENS_PER_PARAMETER} to a parameter" if tokens is None else ""
     dearer = price(search, option)
     needed = budget * dearer
-    more = f" ({needed:.3g} with the delay's price)" if dearer > 1 else ""
+    reasons = [f"{TOKENS_PER_PARAMETER} to a parameter"] if tokens is None else []
+    reasons += [f"{needed:.3g} with the delay's price"] if dearer > 1 else []
+    said = f" ({'; '.join(reasons)})" if reasons else ""
     return (
-        f"{option.schedule}: {utilisation_of(search, device, option):.0%} MFU; {budget:.3g} tokens{reason}{more} take "
-        f"{duration(needed / option.tokens_per_second)}."
+        f"{option.schedule}: {utilisation_of(search, device, option):.0%} MFU; {budget:.3g} tokens"
+        f"{said} take {duration(needed / option.tokens_per_second)}."
     )
 
 

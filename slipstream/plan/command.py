@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -24,10 +24,12 @@ from ..pipeline import under_torchrun
 from .advice import Advice, Given, advise
 from .budget import budget_sentence
 from .costs import DeviceKind, ModelCosts, estimate, find_device
+from .fsdp import FSDP
 from .memory import MemoryModel
 from .predict import SCHEDULES
 from .profile import Profile, layer_kinds, measure_in_slices, measure_profile, read_profile, write_profile
-from .search import DATA_PARALLEL, Cluster, Option, Search
+from .savings import ever_smaller
+from .search import DATA_PARALLEL, Cluster, Option, Search, best_of
 from .show import WIDE, can_draw, draw_plan, plan_table, plan_tree, profile_table
 
 GIB = 2**30
@@ -51,18 +53,23 @@ class PlanArguments(Config):
     memory: float | None = None
     """GiB of one device that a run may take; by default what its data sheet says, or a core's share of this machine."""
     device_kind: str | None = None
-    """h200, h100, a100, or cpu: one core of this machine. By default what the profile was measured on, or h200."""
+    """h200, h100, a100, b200, l40s, rtx4090, or cpu: one core of this machine. By default what the profile was measured
+    on, or h200."""
     latency_us: float = 0.0
     """Microseconds that a message between two stages takes, whatever its size."""
     bandwidth_gbps: float | None = None
-    """Gigabits per second of the link between two devices, in one direction; by default NVLink's."""
+    """Gigabits per second of the link between two devices of a node, in one direction; by default NVLink's."""
+    devices_per_node: int | None = None
+    """By default 8; of cpu, all."""
+    node_bandwidth_gbps: float | None = None
+    """Gigabits per second of every device's link to other nodes, in one direction; by default 400."""
     batch_tokens: int | None = None
     """Tokens to a step, over all devices. By default the configuration's, or 8 sequences per device if that is more."""
     tokens: float | None = None
     """To train on: how long do they take? By default 20 for every parameter that a token goes through."""
-    efficiency: float = 0.5
+    efficiency: float | None = None
     """The share of a device's peak, in the dtype of what is computed, that matrix products reach: for estimates, where
-    there is no profile."""
+    there is no profile. By default what was measured (docs/speed.md): 0.5, and 0.25 of blocks with experts."""
     profile: Path | None = None
     """What `slipstream profile` wrote: measured costs instead of estimates."""
     json: Path | None = None
@@ -96,25 +103,24 @@ def plan(arguments: list[str]) -> None:
     device = _device(given, profile)
     train_device: Literal["cpu", "cuda"] = "cpu" if device.name == "cpu" else "cuda"
     config = settled(replace(asked, train=replace(asked.train, device=train_device)))
-    costs = _costs(given, config, model, device, profile)
     memory = device.memory if given.memory is None else given.memory * GIB
     if not memory:
         raise UsageError("memory is missing, and this system does not say how much it has: give --memory GIB")
-    bandwidth = device.link_bandwidth if given.bandwidth_gbps is None else given.bandwidth_gbps * 1e9 / 8
-    search = Search(
-        config,
-        model,
-        costs,
-        Cluster(given.devices, memory, given.latency_us / 1e6, bandwidth),
-        _batch_size(given, config, model),
-        MemoryModel(config, model, train_device),
-    )
-    options = _search(search)
-    advice = advise(search, options, Given(path, default, asked, train_device))
-    if advice.choice is not None:  # replicas may be better off if they share the optimizer
-        options[advice.choice.schedule] = advice.choice
-    _print(screen, search, device, options, advice, given.tokens)
-    _write(given, search, options, advice, screen)
+    cluster = _cluster(given, device, memory)
+    batch_size, searches = _batch_size(given, config, model), list[Search]()
+    memory_model = MemoryModel(config, model, train_device)
+    for smaller in ever_smaller(config, model, given.devices, profile is not None):
+        is_same_loss = smaller.train.loss_chunk_tokens == memory_model.config.train.loss_chunk_tokens
+        # What was counted for a stage holds as long as its layers are the same.
+        memory_model = (
+            replace(memory_model, config=smaller) if is_same_loss else MemoryModel(smaller, model, train_device)
+        )
+        costs = _costs(given, smaller, model, device, profile)
+        searches.append(Search(smaller, model, costs, cluster, batch_size, memory_model))
+    options = _search(searches)
+    advice = advise(searches, options, Given(path, default, asked, train_device))
+    _print(screen, searches[0], device, options, advice, given.tokens)
+    _write(given, searches[0], options, advice, screen)
 
 
 def profile(arguments: list[str]) -> None:
@@ -183,13 +189,15 @@ def _check_plan(given: PlanArguments) -> None:
     if not 1 <= given.devices <= MAX_DEVICES:
         problem = "is missing, or 0" if given.devices == 0 else f"= {given.devices} cannot be"
         raise UsageError(f"devices {problem}: say how many there are, --devices 8, up to {MAX_DEVICES:,}")
-    for name in ("memory", "bandwidth_gbps", "tokens"):
+    for name in ("memory", "bandwidth_gbps", "node_bandwidth_gbps", "tokens"):
         value = getattr(given, name)
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name} = {value} cannot be: use a number above 0")
+    if given.devices_per_node is not None and given.devices_per_node < 1:
+        raise UsageError(f"devices_per_node = {given.devices_per_node} cannot be: use 1 or more")
     if not 0 <= given.latency_us < math.inf:
         raise UsageError(f"latency_us = {given.latency_us} is no time: use a number of 0 or more")
-    if not 0 < given.efficiency <= 1:
+    if given.efficiency is not None and not 0 < given.efficiency <= 1:
         raise UsageError(f"efficiency = {given.efficiency} is no share of a peak: use more than 0, and at most 1")
     for name in ("json", "figure"):
         if getattr(given, name) is not None:
@@ -232,6 +240,20 @@ def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
             f"device_kind is missing, and {profile.device!r} of the profile is unknown: give --device-kind"
         )
     return find_device(known[0])
+
+
+def _cluster(given: PlanArguments, device: DeviceKind, memory: float) -> Cluster:
+    def bytes_per_second(gigabits: float | None, default: float) -> float:
+        return default if gigabits is None else gigabits * 1e9 / 8
+
+    return Cluster(
+        given.devices,
+        memory,
+        given.latency_us / 1e6,
+        bytes_per_second(given.bandwidth_gbps, device.link_bandwidth),
+        given.devices_per_node or device.node_size,
+        bytes_per_second(given.node_bandwidth_gbps, device.node_bandwidth),
+    )
 
 
 def _costs(
@@ -278,14 +300,14 @@ def _batch_size(given: PlanArguments, config: Config, model: ModelConfig) -> int
     return size
 
 
-def _search(search: Search) -> dict[str, Option | str]:
-    names = (DATA_PARALLEL, *SCHEDULES)
+def _search(searches: Sequence[Search]) -> dict[str, Option | str]:
+    names = (DATA_PARALLEL, FSDP, *SCHEDULES)
     options: dict[str, Option | str] = {}
     with _progress() as progress:
         task = progress.add_task("planning", total=len(names))
         for name in names:
             progress.update(task, description=f"planning {name}")
-            options[name] = search.best(name)
+            options[name] = best_of(searches, name)
             progress.advance(task)
     return options
 
@@ -305,11 +327,12 @@ def _print(
 ) -> None:
     cluster, model = search.cluster, search.model
     shared = ", its masters and state shared by replicas" if search.config.optimizer.sharded else ""
+    nodes = f", {_gbps(cluster.node_bandwidth)} between nodes of {cluster.node_size}" * (not cluster.is_one_node)
     screen.print(
         f"{search.config.model.preset}: {search.num_parameters:,} parameters in {model.num_layers + 2} layers, "
         f"{search.memory_model.dtypes}, {search.config.optimizer.name}{shared}\n"
         f"{cluster.num_devices} x {device.name} with {cluster.memory / GIB:.4g} GiB, links of "
-        f"{cluster.bandwidth * 8 / 1e9:,.0f} Gb/s and {cluster.latency * 1e6:g} us\n"
+        f"{_gbps(cluster.bandwidth)} and {cluster.latency * 1e6:g} us{nodes}\n"
         f"a step of {search.batch_size * model.sequence_length:,} tokens: {search.batch_size} sequences of "
         f"{model.sequence_length}\n"
         f"costs {search.costs.source}\n"
@@ -318,7 +341,8 @@ def _print(
     console.print(plan_table(search, options, advice.choice, console.width))
     screen.print(
         "\nP x R: stages and replicas. m x size: microbatches, and sequences in each. price: tokens to the same loss, "
-        "beside no delay.\nplanned: the trainer does not play it. GiB: of the largest stage, a peak never exceeded."
+        "beside no delay.\nwith: s replicas share the optimizer, c loss in chunks, r1 all blocks recomputed, r2 every "
+        "second.\nplanned: the trainer does not play it. GiB: of the largest stage, a peak never exceeded."
         + (" Then its parts.\n" if console.width >= WIDE else " Its parts: in a wider terminal, or with --json.\n")
     )
     impossible = [f"{name} cannot: {option}" for name, option in options.items() if isinstance(option, str)]
@@ -330,6 +354,10 @@ def _print(
         screen.print(budget_sentence(search, device, advice.choice, tokens))
     if advice.command:
         screen.print(f"\n  {advice.command}")
+
+
+def _gbps(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 8 / 1e9:,.0f} Gb/s"
 
 
 def _console() -> Console:

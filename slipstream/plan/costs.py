@@ -1,6 +1,6 @@
 """What every layer costs: read from a profile, or estimated from FLOPs and a data sheet.
 
-    costs = estimate(config, model, find_device("h200"), efficiency=0.5)
+    costs = estimate(config, model, find_device("h200"))
     costs.stages([6, 5, 5, 2], microbatch_size=1, latency=0.0)      # StageCosts, for predict
 
 An estimate is a matrix product's FLOPs over a share of the device's peak in the dtype it is computed in, and for what
@@ -41,6 +41,10 @@ class DeviceKind:
     """Bytes per second in one direction, to a neighbour in the same machine."""
     bf16_flops: float | None = None
     """Per second, dense, on tensor cores where it has them. None: as in fp32."""
+    node_size: int | None = 8
+    """Devices of a machine; None: all there are."""
+    node_bandwidth: float = 50e9
+    """Bytes per second of every device's link to other machines: InfiniBand NDR, 400 Gb/s."""
 
     def flops_in(self, dtype: torch.dtype) -> float:
         return self.bf16_flops or self.flops if dtype == torch.bfloat16 else self.flops
@@ -51,7 +55,13 @@ DEVICE_KINDS = {
     "h200": DeviceKind("h200", 141e9, 67e12, 4.8e12, 450e9, 989e12),
     "h100": DeviceKind("h100", 80e9, 67e12, 3.35e12, 450e9, 989e12),
     "a100": DeviceKind("a100", 80e9, 19.5e12, 2.039e12, 300e9, 312e12),
+    "b200": DeviceKind("b200", 180e9, 75e12, 7.7e12, 900e9, 2250e12),
+    # PCIe 4.0 between them.
+    "l40s": DeviceKind("l40s", 48e9, 91.6e12, 0.864e12, 32e9, 362e12),
+    "rtx4090": DeviceKind("rtx4090", 24e9, 82.6e12, 1.008e12, 32e9, 165e12),
 }
+DENSE_EFFICIENCY, EXPERT_EFFICIENCY = 0.5, 0.25
+"""Shares of the peak in bf16 that stages of 8b and of moe-10b reached on an H200 (docs/speed.md)."""
 
 
 def find_device(name: str, in_bf16: bool = False) -> DeviceKind:
@@ -80,7 +90,8 @@ def _measure_core(in_bf16: bool) -> DeviceKind:
     except (ValueError, OSError, AttributeError):  # not every system says
         memory = 0.0
     share = memory / (os.cpu_count() or 1)
-    return DeviceKind("cpu", share, 2 * 512**3 / product, bandwidth, bandwidth / 2, bf16_flops)
+    flops = 2 * 512**3 / product
+    return DeviceKind("cpu", share, flops, bandwidth, bandwidth / 2, bf16_flops, node_size=None)
 
 
 def _shortest(action: Callable[[], object]) -> float:
@@ -140,11 +151,14 @@ class ModelCosts:
         )
 
 
-def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency: float) -> ModelCosts:
+def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency: float | None = None) -> ModelCosts:
+    """efficiency: the share of the peak that products reach; None: as measured, less where there are experts."""
+    dense = DENSE_EFFICIENCY if efficiency is None else efficiency
+    sparse = EXPERT_EFFICIENCY if efficiency is None else efficiency
     size = config.train.microbatch_size
     tokens, dtypes = size * model.sequence_length, Dtypes.of(config)
     peak = device.flops_in(dtypes.compute)
-    flops = peak * efficiency
+    flops = peak * dense
     # The gradient of a table, added to what is there: one written, the other read and written.
     added = model.vocab_size * model.dim * (dtypes.compute.itemsize + 2 * dtypes.gradient.itemsize)
     names, per_token = layer_names(model), layer_costs(model, model.sequence_length)
@@ -158,29 +172,32 @@ def estimate(config: Config, model: ModelConfig, device: DeviceKind, efficiency:
         backward_weight=added / device.memory_bandwidth,  # of zeros, mostly
         update=0.0,
     )
+    num_dense = model.num_layers - model.num_sparse_layers
+    shares = [dense] * num_dense + [sparse] * model.num_sparse_layers
     blocks = [
         LayerCost(
             name,
-            forward=tokens * cost / flops,
-            backward_input=tokens * (cost + attention) / flops,
-            backward_weight=tokens * (cost - attention) / flops,
+            forward=tokens * cost / (peak * share),
+            backward_input=tokens * (cost + attention) / (peak * share),
+            backward_weight=tokens * (cost - attention) / (peak * share),
             update=0.0,
         )
-        for name, cost in zip(names[1:-1], per_token[1:-1], strict=True)
+        for name, cost, share in zip(names[1:-1], per_token[1:-1], shares, strict=True)
     ]
     cost = tokens * per_token[-1] / flops
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
     if config.train.loss_chunk_tokens:  # the forward makes the gradient too; the backward adds it to the others
         head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
-    updates = _updates_seconds(config, model, device, efficiency)
+    updates = _updates_seconds(config, model, device, dense)
     layers = tuple(
         replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)
     )
     what = "measured on one core just now" if device.name == "cpu" else "data sheet"
     is_bf16 = dtypes.compute == torch.bfloat16 and device.bf16_flops is not None
     unit = "fp32" if not is_bf16 else "bf16" if device.name == "cpu" else "bf16 on tensor cores"
+    of_experts = f", {sparse:.0%} with experts," if sparse != dense and model.num_sparse_layers else ""
     source = (
-        f"estimated: {efficiency:.0%} of {peak / 1e12:.3g} TFLOP/s in {unit} ({device.name}, {what}), "
+        f"estimated: {dense:.0%}{of_experts} of {peak / 1e12:.3g} TFLOP/s in {unit} ({device.name}, {what}), "
         f"{device.memory_bandwidth / 1e12:.3g} TB/s of memory"
     )
     return ModelCosts(layers, size, source, is_measured=False)

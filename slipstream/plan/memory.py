@@ -201,6 +201,25 @@ class MemoryModel:
             overlap=max(0, most - work),
         )
 
+    def fully_sharded(self, num_devices: int, microbatch_size: int) -> StageMemory:
+        """Of a device, where each has its part of everything (fsdp.py) and two layers whole: the one that computes and
+        the next."""
+        stage = Stage(0, 1, 0, self.model.num_layers + 2, 1, 0, 1.0, 1.0, background_update=False, flushes=True)
+        layers, dtypes = self._layers(stage), self.dtypes
+        passes = self.passes(*layers, microbatch_size, self._recomputed(stage))
+        update = self.update(*layers, self._stepping(stage))
+        block = self.passes(False, blocks_of(self.model, self.model.num_layers, 1), False, 1).parameters
+        gathered = 2 * max(block, self.model.vocab_size * self.model.dim) * dtypes.compute.itemsize
+        return StageMemory(
+            weights=passes.parameters * dtypes.master.itemsize // num_devices + passes.buffers + gathered,
+            gradients=passes.parameters * dtypes.gradient.itemsize // num_devices + gathered,
+            optimizer=update.optimizer // num_devices,
+            activations=passes.activations,
+            messages=0,
+            work=max(passes.forward_work, passes.backward_work, update.work // num_devices),
+            overlap=0,
+        )
+
     def owned_share(self, layers: tuple[int, ...], index: int, num_replicas: int) -> float:
         """Of a stage's numbers, those that the replica with the most of them steps."""
         if not self.config.optimizer.sharded or num_replicas == 1:

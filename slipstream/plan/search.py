@@ -9,7 +9,8 @@ small is not in an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import Config
@@ -18,8 +19,9 @@ from ..pipeline import partition
 from ..schedule import SCHEDULES as RUNNABLE
 from ..schedule import STEPPING_ALONE
 from .costs import ModelCosts
+from .fsdp import FSDP, fsdp_step
 from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
-from .predict import FLUSHING, IN_CHUNKS, SCHEDULES, Prediction, StageCosts, predict, why_not
+from .predict import FLUSHING, IN_CHUNKS, Prediction, StageCosts, predict, why_not
 
 ALIKE = 0.02
 """Options whose speeds differ by less than this share are taken to be equally fast."""
@@ -41,7 +43,26 @@ class Cluster:
     latency: float
     """Seconds of a link, whatever the message."""
     bandwidth: float
-    """Bytes per second of a link, in one direction."""
+    """Bytes per second of a link between two devices of a node, in one direction."""
+    node_size: int | None = None
+    """Devices of a node; None: all."""
+    node_bandwidth: float = math.inf
+    """Bytes per second of every device's link to other nodes."""
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.node_size is None or self.num_devices <= self.node_size
+
+    def between_stages(self, num_stages: int) -> float:
+        """The slowest of the links between neighbours. Stages of a replica are next to each other."""
+        is_inside = self.is_one_node or (self.node_size or 0) % num_stages == 0
+        return self.bandwidth if is_inside else min(self.bandwidth, self.node_bandwidth)
+
+    def between_replicas(self, num_stages: int) -> float:
+        """Of a ring through all replicas of a stage: those of them that are in one node share its links to others."""
+        if self.is_one_node:
+            return self.bandwidth
+        return min(self.bandwidth, max(1, (self.node_size or 0) // num_stages) * self.node_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,10 @@ class Option:
     memory: tuple[StageMemory, ...]
     """By stage."""
     fits: bool
+    config: Config
+    """What it is for: that of the plan, and what saves memory."""
+    is_free: bool = False
+    """Nothing faster was left out for want of memory."""
 
     @property
     def largest_stage(self) -> int:
@@ -78,8 +103,8 @@ class Option:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the trainer plays this schedule today."""
-        return self.schedule in RUNNABLE or self.schedule == "two_bw_double"
+        """Whether the trainer plays this today."""
+        return self.schedule in RUNNABLE or self.schedule in ("two_bw_double", DATA_PARALLEL)
 
 
 @dataclass(frozen=True)
@@ -110,14 +135,13 @@ class Search:
         (whole,) = self._stage_passes((self.model.num_layers + 2,))
         return whole.parameters
 
-    def all(self) -> dict[str, Option | str]:
-        return {schedule: self.best(schedule) for schedule in (DATA_PARALLEL, *SCHEDULES)}
-
     def best(self, schedule: str) -> Option | str:
         """The fastest option of a schedule that fits; if none fits, the one that keeps least; if there is none, why.
 
         A prediction takes a while, so the numbers of stages are tried in the order of a rough guess. If the smallest
         microbatches do not fit, no others do; if they do, the largest that are as fast and fit are taken."""
+        if schedule == FSDP:
+            return self._best_sharded()
         trials, reason = self._trials(schedule)
         if not trials:
             return reason
@@ -125,7 +149,7 @@ class Search:
         for trial in trials:
             fastest[trial.layers] = max(fastest.get(trial.layers, 0.0), trial.guess)
         smallest: list[Option] = []
-        for layers in sorted(fastest, key=lambda layers: -fastest[layers]):
+        for place, layers in enumerate(sorted(fastest, key=lambda layers: -fastest[layers])):
             sizes = [t for t in trials if t.layers == layers and t.guess >= (1 - ALIKE) * fastest[layers]]
             if self._keeps(layers) > self.cluster.memory and len(fastest) > 1 and layers != self._finest(fastest):
                 continue
@@ -135,8 +159,23 @@ class Search:
                 possible = (trial for trial in reversed(sizes[1:]) if self._may_fit(smallest[-1], trial))
                 larger = (self._predict(schedule, trial) for trial in possible)
                 good = (option for option in larger if option.fits and option.tokens_per_second >= least)
-                return next(good, smallest[-1])
+                return replace(next(good, smallest[-1]), is_free=place == 0)
         return min(smallest, key=lambda option: option.memory[option.largest_stage].most)
+
+    def _best_sharded(self) -> Option | str:
+        num_devices = self.cluster.num_devices
+        per_device, rest = divmod(self.batch_size, num_devices)
+        if rest or not per_device:
+            return f"{self.batch_size} sequences cannot be shared by {num_devices} devices"
+        options: list[Option] = []
+        for size in reversed(_sizes(per_device)):  # fewer microbatches, fewer gathers
+            memory = self.memory_model.fully_sharded(num_devices, size)
+            prediction = fsdp_step(self, size, per_device // size)
+            trial = Trial((self.model.num_layers + 2,), num_devices, per_device // size, size, 0.0)
+            options.append(self._option(FSDP, trial, prediction, prediction.step_time, (memory,), is_free=not options))
+            if options[-1].fits:
+                return options[-1]
+        return options[-1]
 
     def more_devices(self, schedule: str) -> Option | None:
         """The first that fits on more devices than there are, one pipeline with a microbatch or two per stage."""
@@ -166,7 +205,7 @@ class Search:
         """All that the schedule can be played with, smaller microbatches first; or why there is nothing."""
         trials, reason = [], "there are no two devices"
         name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
-        for num_stages in [1] if schedule == DATA_PARALLEL else self._stage_counts():
+        for num_stages in [1] if schedule == DATA_PARALLEL else self.stage_counts():
             num_replicas = self.cluster.num_devices // num_stages
             per_replica, rest = divmod(self.batch_size, num_replicas)
             if rest or not per_replica:
@@ -187,6 +226,12 @@ class Search:
             self._cuts[num_stages] = tuple(partition([layer.compute for layer in self.costs.layers], num_stages))
         return self._cuts[num_stages]
 
+    def unevenness(self, num_stages: int) -> float:
+        """How much more work than the mean the slowest stage has."""
+        costs = self.costs.stages(self._cut(num_stages), 1, 0.0)
+        work = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+        return max(work) / (sum(work) / num_stages) - 1
+
     def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
         if self.model.tied_embeddings and name in STEPPING_ALONE:
             return "its stages step at different times, and tied weights need first and last together"
@@ -194,7 +239,7 @@ class Search:
             return "it overwrites the weights that recomputed blocks would need again"
         return why_not(name, num_stages, num_microbatches, self.model.num_layers + 2)
 
-    def _stage_counts(self) -> Iterator[int]:
+    def stage_counts(self) -> Iterator[int]:
         most = min(self.cluster.num_devices, self.model.num_layers + 2)
         for count in range(2, most + 1):
             if self.cluster.num_devices <= MAX_EVERY_COUNT or self.cluster.num_devices % count == 0:
@@ -203,8 +248,8 @@ class Search:
     def _guess(self, name: str, layers: tuple[int, ...], num_replicas: int, num_microbatches: int, size: int) -> Trial:
         """All microbatches through the slowest stage, and the share of filling and draining that is idle; exact only
         for stages that are alike."""
-        costs = self._stage_costs(layers, size, num_replicas)
-        sending = self._sending(name, num_microbatches, size) if len(layers) > 1 else 0.0
+        costs = self.stage_costs(layers, size, num_replicas)
+        sending = self._sending(name, len(layers), num_microbatches, size)
         slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         steady = max(slots) + (2 * costs.latency if name not in ("gpipe", "pipedream", "two_bw_double") else 0.0)
         # With too few microbatches to fill it, every schedule that drains idles.
@@ -217,16 +262,27 @@ class Search:
 
     def _predict(self, schedule: str, trial: Trial) -> Option:
         name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
-        costs = self._stage_costs(trial.layers, trial.microbatch_size, trial.num_replicas)
+        costs = self.stage_costs(trial.layers, trial.microbatch_size, trial.num_replicas)
         prediction = predict(name, costs, trial.num_microbatches)
-        sending = self._sending(name, trial.num_microbatches, trial.microbatch_size) if len(trial.layers) > 1 else 0.0
+        sending = self._sending(name, len(trial.layers), trial.num_microbatches, trial.microbatch_size)
         alone = max(prediction.step_time, sending)
         step_time = self._with_replicas(name, alone, trial.layers, trial.num_replicas)
-        sequences = trial.num_replicas * trial.num_microbatches * trial.microbatch_size
         memory = tuple(
             self.memory_model.stage_memory(stage, trial.microbatch_size)
             for stage in _stages(name, trial.layers, prediction, trial.num_replicas)
         )
+        return self._option(schedule, trial, prediction, step_time, memory)
+
+    def _option(
+        self,
+        schedule: str,
+        trial: Trial,
+        prediction: Prediction,
+        step_time: float,
+        memory: tuple[StageMemory, ...],
+        is_free: bool = False,
+    ) -> Option:
+        sequences = trial.num_replicas * trial.num_microbatches * trial.microbatch_size
         return Option(
             schedule=schedule,
             num_stages=len(trial.layers),
@@ -239,25 +295,29 @@ class Search:
             tokens_per_second=sequences * self.model.sequence_length / step_time,
             memory=memory,
             fits=max(stage.most for stage in memory) <= self.cluster.memory,
+            config=self.config,
+            is_free=is_free,
         )
 
-    def _stage_costs(self, layers: tuple[int, ...], microbatch_size: int, num_replicas: int) -> StageCosts:
+    def stage_costs(self, layers: tuple[int, ...], microbatch_size: int, num_replicas: int) -> StageCosts:
         """Replicas that share an optimizer share its update: the one with most numbers to step has as much of the time,
         roughly, for owners are chosen by what they cost."""
-        latency = self._latency(microbatch_size) if len(layers) > 1 else 0.0
+        latency = self._latency(len(layers), microbatch_size) if len(layers) > 1 else 0.0
         costs = self.costs.stages(layers, microbatch_size, latency)
         shares = (self.memory_model.owned_share(layers, i, num_replicas) for i in range(len(layers)))
         update = tuple(share * seconds for share, seconds in zip(shares, costs.update, strict=True))
         return replace(costs, update=update)
 
-    def _latency(self, microbatch_size: int) -> float:
-        return self.cluster.latency + self._message(microbatch_size) / self.cluster.bandwidth
+    def _latency(self, num_stages: int, microbatch_size: int) -> float:
+        return self.cluster.latency + self._message(microbatch_size) / self.cluster.between_stages(num_stages)
 
-    def _sending(self, name: str, num_microbatches: int, microbatch_size: int) -> float:
+    def _sending(self, name: str, num_stages: int, num_microbatches: int, microbatch_size: int) -> float:
         """How long a link is taken in a step, in one direction. A prediction lets messages overtake each other's time,
         so that a schedule with many in flight would hide any link; none is faster than this."""
+        if num_stages == 1:
+            return 0.0
         passes = 2 if name in IN_CHUNKS else 1
-        return passes * num_microbatches * self._message(microbatch_size) / self.cluster.bandwidth
+        return passes * num_microbatches * self._message(microbatch_size) / self.cluster.between_stages(num_stages)
 
     def _message(self, microbatch_size: int) -> int:
         """Bytes."""
@@ -275,7 +335,8 @@ class Search:
         bytes_each = 2 * dtypes.reduction.itemsize
         if self.config.optimizer.sharded:
             bytes_each = dtypes.reduction.itemsize + dtypes.compute.itemsize
-        ring = (num_replicas - 1) / num_replicas * largest * bytes_each / self.cluster.bandwidth
+        bandwidth = self.cluster.between_replicas(len(layers))
+        ring = (num_replicas - 1) / num_replicas * largest * bytes_each / bandwidth
         return max(step_time, ring) if name.startswith("two_bw") else step_time + ring
 
     def _keeps(self, layers: tuple[int, ...]) -> float:
@@ -290,6 +351,26 @@ class Search:
             self.memory_model.passes(i == 0, blocks_of(self.model, sum(layers[:i]), size), i == last, 1)
             for i, size in enumerate(layers)
         ]
+
+
+def best_of(searches: Sequence[Search], schedule: str) -> Option | str:
+    """searches: each saves more memory than the one before. The fastest that fits, and among equals the one that saves
+    least; if none fits, the one that needs least; if there is none, why."""
+    found: list[Option] = []
+    reason = ""
+    for search in searches:
+        if found and found[-1].is_free and (found[-1].num_replicas == 1 or len(found) > 1 or schedule == FSDP):
+            break  # to save more is only slower; replicas that share an update may be faster
+        option = search.best(schedule)
+        if isinstance(option, str):
+            reason = reason or option
+        else:
+            found.append(option)
+    fitting = [option for option in found if option.fits]
+    if not found or not fitting:
+        return min(found, key=lambda option: option.memory[option.largest_stage].most, default=reason)
+    most = max(option.tokens_per_second for option in fitting)
+    return next(option for option in fitting if option.tokens_per_second >= (1 - ALIKE) * most)
 
 
 def _stages(name: str, layers: tuple[int, ...], prediction: Prediction, num_replicas: int) -> list[Stage]:

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from .advice import Advice, price
 from .profile import Profile
-from .search import DATA_PARALLEL, Option, Search
+from .savings import marks
+from .search import Option, Search
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,16 +26,16 @@ COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f
 
 WIDE = 150
 """Columns of a terminal that has room for the parts of the memory."""
-NARROW_COLUMNS = ("schedule", "P x R", "m x size", "step s", "bubble", "tokens/s", "price", "GiB")
-MEMORY_COLUMNS = ("weights", "grads", "optimizer", "activations", "other")
+NARROW_COLUMNS = ("schedule", "P x R", "m x size", "bubble", "tokens/s", "price", "GiB", "with")
+WIDE_COLUMNS = ("step s", "weights", "grads", "optimizer", "activations", "other")
 
 
 def plan_table(search: Search, options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
     """width: of the terminal, in columns. What is essential fits into 80 of them."""
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    names = [*NARROW_COLUMNS, *(MEMORY_COLUMNS if width >= WIDE else ()), ""]
+    names = [*NARROW_COLUMNS, *(WIDE_COLUMNS if width >= WIDE else ()), ""]
     for name in names:
-        table.add_column(name, justify="left" if name in ("schedule", "") else "right", no_wrap=name != "")
+        table.add_column(name, justify="left" if name in ("schedule", "with", "") else "right", no_wrap=name != "")
     for name, option in options.items():
         if isinstance(option, str):
             table.add_row(name, *["-"] * (len(names) - 2), "cannot", style="dim")
@@ -49,9 +50,10 @@ def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> li
     notes = [] if option.fits else ["too big"]
     if is_choice:
         notes.append("<- best")
-    elif not option.is_runnable and option.schedule != DATA_PARALLEL:
+    elif not option.is_runnable:
         notes.append("planned")
     parts = [
+        f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
         _gib(memory.weights),
         _gib(memory.gradients),
         _gib(memory.optimizer),
@@ -62,11 +64,11 @@ def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> li
         option.schedule,
         f"{option.num_stages} x {option.num_replicas}",
         f"{option.num_microbatches} x {option.microbatch_size}",
-        f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
         f"{option.bubble:.1%}",
         f"{option.tokens_per_second:,.0f}",
         f"{price(search, option):.2f}",
         _gib(memory.most),
+        marks(option.config, option.num_replicas),
         *(parts if is_wide else []),
         ", ".join(notes),
     ]
@@ -105,6 +107,9 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
                 "microbatches": option.num_microbatches,
                 "microbatch_size": option.microbatch_size,
                 "layers_per_stage": option.layers_per_stage,
+                "sharded": option.config.optimizer.sharded,
+                "loss_chunk_tokens": option.config.train.loss_chunk_tokens,
+                "recompute_every": option.config.train.recompute_every,
                 "step_seconds": option.step_time,
                 "bubble": option.bubble,
                 "tokens_per_second": option.tokens_per_second,
@@ -124,7 +129,12 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
         "model": asdict(search.model),
         "devices": search.cluster.num_devices,
         "memory_bytes": search.cluster.memory,
-        "link": {"latency_seconds": search.cluster.latency, "bytes_per_second": search.cluster.bandwidth},
+        "link": {
+            "latency_seconds": search.cluster.latency,
+            "bytes_per_second": search.cluster.bandwidth,
+            "devices_per_node": search.cluster.node_size,
+            "bytes_per_second_between_nodes": None if search.cluster.is_one_node else search.cluster.node_bandwidth,
+        },
         "batch_sequences": search.batch_size,
         "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in vars(search.memory_model.dtypes).items()},
         "sharded": search.config.optimizer.sharded,

@@ -8,9 +8,12 @@ import pytest
 from settings import changed
 
 from slipstream.config import Config, ModelSection, OptimizerSection, model_config
+from slipstream.parts import recomputed_layers
 from slipstream.plan.costs import DeviceKind, LayerCost, ModelCosts, estimate
+from slipstream.plan.fsdp import FSDP
 from slipstream.plan.memory import MemoryModel
-from slipstream.plan.search import DATA_PARALLEL, Cluster, Option, Search
+from slipstream.plan.savings import ever_smaller, marks
+from slipstream.plan.search import DATA_PARALLEL, Cluster, Option, Search, best_of
 
 CONFIG = Config(
     model=ModelSection(dim=64, num_layers=10, num_heads=4, num_kv_heads=2, hidden_dim=256, sequence_length=8),
@@ -115,7 +118,7 @@ def test_messages_and_sums_over_replicas_travel_in_their_dtypes():
             {"train__compute_dtype": "bfloat16", "optimizer__sharded": True},
         )
     )
-    assert mixed._latency(2) == plain._latency(2) / 2
+    assert mixed._latency(2, 2) == plain._latency(2, 2) / 2
     layers = (6, 6)
     ring, half, both = (one._with_replicas("one_f_one_b", 0.0, layers, 2) for one in (plain, mixed, shared))
     assert half == pytest.approx(ring / 2)
@@ -126,12 +129,63 @@ def test_replicas_that_share_the_optimizer_share_the_update():
     whole, shared = searched({}), searched({"optimizer__sharded": True})
     layers = (6, 6)
     for before, after in zip(
-        whole._stage_costs(layers, 1, 4).update, shared._stage_costs(layers, 1, 4).update, strict=True
+        whole.stage_costs(layers, 1, 4).update, shared.stage_costs(layers, 1, 4).update, strict=True
     ):
         assert before / 4 <= after < before / 3
-    assert shared._stage_costs(layers, 1, 1) == whole._stage_costs(layers, 1, 1)
+    assert shared.stage_costs(layers, 1, 1) == whole.stage_costs(layers, 1, 1)
     (alone,) = {shared.memory_model.owned_share((1,) * 12, 0, 4)}
     assert alone == 1.0  # one embedding has one owner
+
+
+def test_memory_is_saved_where_it_must_be_and_by_what_costs_least():
+    config = changed(CONFIG, model__vocab_size=8192, model__sequence_length=2048, train__compute_dtype="bfloat16")
+    model = model_config(config, 0)
+    configs = list(ever_smaller(config, model, num_devices=2, is_profiled=False))
+    assert [marks(each, 2) for each in configs] == ["", "s", "s c", "s c r2", "s c r1"]
+
+    def searches(memory: float) -> list[Search]:
+        cluster = Cluster(2, memory, 0.0, 1e15)
+        return [
+            Search(
+                each,
+                model,
+                estimate(each, model, DEVICE).recomputing(recomputed_layers(each, model)),
+                cluster,
+                16,
+                MemoryModel(each, model),
+            )
+            for each in configs
+        ]
+
+    roomy = searches(1e12)
+    assert marks(best_of(roomy, "two_bw").config, 1) == "" and best_of(roomy, "two_bw").is_free
+    needs = [best(replace(one, batch_size=2), DATA_PARALLEL).memory[0].most for one in roomy]
+    assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs)
+    for need, one in zip(needs, configs, strict=True):
+        found = best_of([replace(each, batch_size=2) for each in searches(need)], DATA_PARALLEL)
+        assert found.fits and found.config == one
+    assert not best_of([replace(each, batch_size=2) for each in searches(needs[-1] - 1)], DATA_PARALLEL).fits
+
+
+def test_fsdp_keeps_a_part_of_everything_and_is_as_fast_as_its_links():
+    slow, fast = (searched({}, num_devices=4, bandwidth=bandwidth) for bandwidth in (1e7, 1e15))
+    sharded, whole = best(fast, FSDP), best(fast, DATA_PARALLEL)
+    assert sharded.memory[0].optimizer == whole.memory[0].optimizer // 4
+    assert sharded.memory[0].activations <= whole.memory[0].activations * sharded.microbatch_size
+    assert sharded.bubble == pytest.approx(0.0, abs=1e-6)
+    sent = 3 / 4 * slow.num_parameters * 4 / 1e7  # of every number the weights twice, the gradient once
+    assert best(slow, FSDP).step_time == pytest.approx(3 * sent, rel=0.1)
+    assert "7 sequences" in str(replace(fast, batch_size=7).best(FSDP))
+
+
+def test_blocks_with_experts_are_estimated_at_what_they_reached():
+    config = changed(CONFIG, model__num_experts=4, model__experts_per_token=2, model__expert_dim=64)
+    config = changed(config, model__num_dense_layers=1)
+    model = model_config(config, 0)
+    measured, even = estimate(config, model, DEVICE), estimate(config, model, DEVICE, 0.5)
+    assert measured.layers[1] == even.layers[1]
+    assert measured.layers[2].forward == pytest.approx(2 * even.layers[2].forward)
+    assert "50%, 25% with experts, of" in measured.source
 
 
 def test_an_estimate_takes_the_peak_of_the_dtype_that_is_computed_in():

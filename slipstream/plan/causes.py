@@ -1,0 +1,51 @@
+"""Why a device idles: what of an option's bubble is the schedule's own, and what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+from .predict import predict
+from .search import Option, Search
+
+WORTH_A_WORD = 0.005
+EVEN = 0.03
+"""A cut whose slowest stage has so much more work than the mean is as good as even."""
+
+
+def idle_causes(search: Search, option: Option) -> dict[str, float]:
+    """Shares of a step, which add up to the bubble."""
+    costs = search.stage_costs(option.layers_per_stage, option.microbatch_size, option.num_replicas)
+    num_stages, m = option.num_stages, option.num_microbatches
+
+    def mean(values: tuple[float, ...]) -> tuple[float, ...]:
+        return (fmean(values),) * num_stages
+
+    even = replace(
+        costs,
+        forward=mean(costs.forward),
+        backward_input=mean(costs.backward_input),
+        backward_weight=mean(costs.backward_weight),
+        update=mean(costs.update),
+        latency=0.0,
+    )
+    at_once = replace(costs, latency=0.0)
+    times = [predict(option.schedule, each, m).step_time for each in (even, at_once, costs)]
+    points = [float(fmean(costs.work(m))), *times, option.step_time]
+    names = ("filling and draining", "stages of unequal work", "links", "sums over replicas")
+    return {
+        name: (later - earlier) / option.step_time
+        for name, earlier, later in zip(names, points, points[1:], strict=False)
+    }
+
+
+def say_causes(search: Search, option: Option, causes: dict[str, float]) -> str:
+    parts = [f"{share:.1%} {name}" for name, share in causes.items() if share >= WORTH_A_WORD]
+    said = f"Of a step, devices idle for {' and '.join([', '.join(parts[:-1]), parts[-1]] if parts[1:] else parts)}"
+    if search.unevenness(option.num_stages) < EVEN:
+        return f"{said}."
+    better = [count for count in search.stage_counts() if search.unevenness(count) < EVEN]
+    nearest = sorted(sorted(better, key=lambda count: abs(count - option.num_stages))[:3])
+    advice = f": {' or '.join(map(str, nearest))} stages would be even" if nearest else ""
+    num_layers = len(search.costs.layers)
+    return f"{said}. {num_layers} layers do not divide well among {option.num_stages} stages{advice}."
