@@ -45,7 +45,7 @@ COLOURS = {SYNCHRONOUS: "#6b7280", ZERO_BUBBLE: "#3a84c4", DELAYED: "#e8952c"}
 MORE_STEPS = 1.1
 """Of a delayed run."""
 NUM_EVALUATIONS = 25
-STEPS = {"cpu": 4500, "cuda": 10_000}
+STEPS = {"cpu": 6500, "cuda": 10_000}
 SEEDS = {"cpu": [0, 1, 2], "cuda": [0, 1]}
 SHARE = 12
 """Percent of the GPU for each process: with more of it the clock falls where all are busy."""
@@ -55,11 +55,12 @@ SETTINGS = {
         "model.hidden-dim": 128,
         "model.sequence-length": 128,
         "train.device": "cpu",
-        "train.microbatch-size": 8,
+        "train.microbatch-size": 4,
         "optimizer.learning-rate": 0.01,
+        "optimizer.final-fraction": 0,
         "pipeline.stages": 2,
         "pipeline.microbatches": 2,
-        "evaluation.batches": 32,
+        "evaluation.batches": 64,
     },
     "cuda": {
         "model.vocab-size": 16384,

@@ -61,6 +61,8 @@ class Attention(nn.Module):
 
     def reset_buffers(self) -> None:
         """Fill in the rotary tables, in place: on construction, and again after `to_empty`."""
+        if self.cosine.is_meta:
+            return
         length, pairs = self.cosine.shape
         # On the CPU, in float64, and rounded to float32 first: every device and every order of casting agree.
         exponent = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs

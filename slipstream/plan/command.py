@@ -107,16 +107,18 @@ def plan(arguments: list[str]) -> None:
     if not memory:
         raise UsageError("memory is missing, and this system does not say how much it has: give --memory GIB")
     cluster = _cluster(given, device, memory)
-    batch_size, searches = _batch_size(given, config, model), list[Search]()
-    memory_model = MemoryModel(config, model, train_device)
-    for smaller in ever_smaller(config, model, given.devices, profile is not None):
-        is_same_loss = smaller.train.loss_chunk_tokens == memory_model.config.train.loss_chunk_tokens
-        # What was counted for a stage holds as long as its layers are the same.
-        memory_model = (
-            replace(memory_model, config=smaller) if is_same_loss else MemoryModel(smaller, model, train_device)
+    batch_size, memory_model = _batch_size(given, config, model), MemoryModel(config, model, train_device)
+    searches = [
+        Search(
+            smaller,
+            model,
+            _costs(given, smaller, model, device, profile),
+            cluster,
+            batch_size,
+            replace(memory_model, config=smaller),  # which remembers what was counted before
         )
-        costs = _costs(given, smaller, model, device, profile)
-        searches.append(Search(smaller, model, costs, cluster, batch_size, memory_model))
+        for smaller in ever_smaller(config, model, given.devices, profile is not None)
+    ]
     options = _search(searches)
     advice = advise(searches, options, Given(path, default, asked, train_device))
     _print(screen, searches[0], device, options, advice, given.tokens)

@@ -312,7 +312,7 @@ class MemoryModel:
         kinds = {Blocks(1, 0): recomputed[: blocks.dense], Blocks(0, 1): recomputed[blocks.dense :]}
         played = blocks.few(few)
         late = tuple(again for flags in kinds.values() for again in flags[-few:])
-        key = ("passes", has_embedding, played, late, has_head, microbatch_size)
+        key = ("passes", has_embedding, played, late, has_head, microbatch_size, self.config.train.loss_chunk_tokens)
         if key not in self._known:
             self._known[key] = self._play_passes(has_embedding, played, has_head, microbatch_size, late)
         result: Passes = self._known[key]
