@@ -164,7 +164,7 @@ def _tell_progress(rival: str, seed: int, num_steps: int, rows: Path) -> None:
     if not (sys.stderr.isatty() and rows.exists()):
         return
     lines = rows.read_bytes().rstrip().rsplit(b"\n", 1)
-    step = json.loads(lines[-1])["step"] + 1 if lines[-1].endswith(b"}") else 0
+    step = json.loads(lines[-1])["step"] if lines[-1].endswith(b"}") else 0
     print(f"{rival}, seed {seed}: step {step}/{num_steps} ", end="\r", file=sys.stderr)
 
 

@@ -109,7 +109,7 @@ class Trainer:
                 began = time.perf_counter()
                 if loss is not None:
                     with rows.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"step": step, "val_loss": loss, "seconds": seconds}) + "\n")
+                        file.write(json.dumps({"step": step + 1, "val_loss": loss, "seconds": seconds}) + "\n")
 
     @torch.no_grad()
     def _update(self, step: int) -> None:

@@ -317,7 +317,7 @@ def _get_ready(work: Path) -> None:
         importlib.import_module(name)
     rehearsal = work / "rehearsal"
     rehearsal.mkdir()
-    rows = [{"step": step, "loss": 1.0, "tokens": step} for step in range(2)]
+    rows = [{"step": step, "loss": 1.0, "tokens": step} for step in (1, 2)]
     (rehearsal / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     importlib.import_module("slipstream.metrics").draw_losses(rehearsal)  # reads fonts
 

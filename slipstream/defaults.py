@@ -45,10 +45,14 @@ def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Con
     return replace(config, train=train, optimizer=optimizer)
 
 
+def may_share_a_gpu(config: Config) -> bool:
+    section = config.pipeline
+    return section.transport == "thread" or section.share_gpu or section.backend == "gloo"
+
+
 def num_gpus_wanted(config: Config) -> int:
     """On this machine, where every process wants one of its own; 1 where they share."""
-    section = config.pipeline
-    if section.transport == "thread" or section.share_gpu or section.backend == "gloo":
+    if may_share_a_gpu(config):
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else num_processes(config)
 

@@ -41,8 +41,16 @@ class Metrics:
     """One stage of a run writes these, for all of them: an object per update, and one more per evaluation."""
 
     def __init__(
-        self, folder: Path, schedule: Schedule, tokens_per_step: int, log_every_steps: int, screen: Console
+        self,
+        folder: Path,
+        schedule: Schedule,
+        tokens_per_step: int,
+        log_every_steps: int,
+        screen: Console,
+        peak_tokens_per_second: float | None = None,
     ) -> None:
+        """peak_tokens_per_second: if all devices did nothing but the model's products, as fast as their data sheets
+        say; None: nobody knows."""
         num_steps = schedule.num_steps or 0
         path = folder / "metrics.jsonl"
         self.earlier = _rows_before(path, schedule.first_step)
@@ -54,7 +62,7 @@ class Metrics:
         self._is_behind = False
         self._first_step = schedule.first_step
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
-        self._screen = screen
+        self._screen, self._peak = screen, peak_tokens_per_second
         self._schedule = schedule
         self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
         self.expectation: Expectation | None = None
@@ -81,7 +89,7 @@ class Metrics:
             self._seconds.append(seconds)
         self._expect(report)
         self._write(
-            step=report.step,
+            step=done,
             time=round(time.time(), 3),
             loss=report.loss,
             # Without a sum over stages, what is known here is the last stage's share of it.
@@ -97,6 +105,8 @@ class Metrics:
             tokens=done * self._tokens_per_step,
             seconds=seconds,
             tokens_per_second=self._tokens_per_step / seconds,
+            mfu=self._mfu(),
+            memory_bytes=report.memory,
         )
         busy = [u for u in report.utilisations if math.isfinite(u)]
         utilisation = f"  utilisation {sum(busy) / len(busy):.2f}" if busy else ""
@@ -111,13 +121,21 @@ class Metrics:
             self._screen.print(f"step {done}/{self._num_steps}  {line}" + (f"  {_time(left)} left" if left else ""))
 
     def _steps_said(self, report: StepReport, learning_rates: dict[str, float]) -> str:
-        """Rate, gradient norm, and tokens per second of the last steps."""
+        """Rate, gradient norm, tokens per second of the last steps, and the memory of the largest stage."""
         norms = report.gradient_norms.values() if self._schedule.global_update else ()
         said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
         said += f"  norm {math.hypot(*norms):.3g}" if norms else ""
         if self._seconds:
             said += f"  {self._tokens_per_step / statistics.fmean(self._seconds):,.0f} tokens/s"
-        return said
+        if (mfu := self._mfu()) is not None:
+            said += f"  MFU {mfu:.0%}"
+        return f"{said}  memory {max(report.memory) / 2**30:.1f} GiB"
+
+    def _mfu(self) -> float | None:
+        """Of the last steps: the model's FLOPs over what all devices could do."""
+        if self._peak is None or not self._seconds:
+            return None
+        return self._tokens_per_step / statistics.fmean(self._seconds) / self._peak
 
     def _expect(self, report: StepReport) -> None:
         """Simulates at ever longer intervals, and at the end: it takes a moment, and the costs hardly change."""
@@ -129,7 +147,7 @@ class Metrics:
 
     def evaluation(self, report: EvaluationReport) -> None:
         if report.loss is not None:
-            self._write(step=report.step, time=round(time.time(), 3), val_loss=report.loss)
+            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss)
             self._screen.print(f"validation loss {report.loss:.4f} after step {report.step + 1}")
 
     def _write(self, **values: Any) -> None:
@@ -170,7 +188,7 @@ def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
             row = json.loads(line)
             is_evaluation = "val_loss" in row
             numbers = [row["val_loss"]] if is_evaluation else [row["loss"], row["tokens"]]
-            if row["step"] < first_step - is_evaluation and all(map(_is_drawn, numbers)):
+            if row["step"] <= first_step - is_evaluation and all(map(_is_drawn, numbers)):
                 rows.append(row)
     return rows
 

@@ -255,6 +255,12 @@ def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
     return [0.0, *blocks, 2.0 * config.dim * config.vocab_size]
 
 
+def flops_per_token(config: ModelConfig) -> float:
+    """Of a forward and a backward, which has two products for each of the forward's. What is computed again does not
+    count."""
+    return 3 * sum(layer_costs(config, config.sequence_length))
+
+
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of the cross entropy over the positions whose target is not IGNORE, in float32 or finer.
 

@@ -7,9 +7,7 @@ import hashlib
 import json
 import math
 import os
-import resource
 import statistics
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .devices import peak_memory
 from .expectation import Expectation
 from .metrics import Screen, draw_losses, finite
 from .model import num_parameters
@@ -53,7 +52,7 @@ def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], c
         "delays": sorted(set(late or delays)),
         "versions": executor.peak_versions,
         "in_flight": executor.peak_in_flight,
-        "memory": _peak_memory(torch.device(config.train.device)),
+        "memory": peak_memory(torch.device(config.train.device)),
         "parameters": hashes,
         "started_at": clock.started_at,
         "spans": _latest(list(clock.spans), config.run.trace_actions),
@@ -67,14 +66,6 @@ def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
     places = [i for i, span in enumerate(spans) if span.activity.is_compute]
     first = places[-num_actions] if len(places) >= num_actions > 0 else 0 if num_actions else len(spans)
     return [(str(span.action), int(span.activity), *span[2:]) for span in spans[first:]]
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def summarise(

@@ -24,10 +24,11 @@ from torch import nn
 
 from .checkpoint import Store
 from .config import Config, ConfigError, schedule_of, to_toml, validate
-from .defaults import leaves_rest_to_adamw, num_gpus_wanted, settled
+from .defaults import leaves_rest_to_adamw, may_share_a_gpu, num_gpus_wanted, settled
+from .devices import flops_of
 from .loss import decoder_and_loss
 from .metrics import Metrics, Screen
-from .model import initialise, num_parameters
+from .model import flops_per_token, initialise, num_parameters
 from .parts import Parts, check, recomputed_layers
 from .pipeline import (
     Crew,
@@ -303,9 +304,12 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
     is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
     tokens_per_step = parts.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
-    metrics = (
-        Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen) if is_last else None
-    )
+    metrics = None
+    if is_last:
+        dtype = getattr(torch, config.train.compute_dtype or config.train.dtype)
+        flops = flops_of(device, 1 if may_share_a_gpu(config) else shape.size, dtype)
+        peak = None if flops is None else flops / flops_per_token(parts.model)
+        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen, peak)
     corpus = corpus_facts(parts.batches.tokens)
     saver = Saver(run.config, parts.model, transport, pipeline, run.store, screen.print, corpus)
     run.savers.append(saver)
@@ -339,7 +343,7 @@ def train_stage(run: Run, shape: Shape, parts: Parts, pipeline: Pipeline) -> Sta
     if metrics:
         if run.reshapes:  # the metrics are of the last shape
             seconds = time.perf_counter() - run.started
-        before = [row.get("seconds") for row in metrics.earlier if row["step"] < run.first_step]
+        before = [row.get("seconds") for row in metrics.earlier if row["step"] <= run.first_step]
         earlier = sum(each for each in before if isinstance(each, (int, float)))
         summary = summarise(
             config, parts, stages, losses, val_loss, run.first_step, seconds, earlier, metrics.expectation, pipeline

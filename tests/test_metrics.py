@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ def report(step: int, loss: float = 2.5) -> StepReport:
         step=step,
         loss=loss,
         utilisations=(math.nan, 0.75),
+        memory=(2**30, 3 * 2**29),
         splits=(TimeSplit(forward=1.0), TimeSplit(backward=2.0)),
         gradient_norms={"all": math.inf},
         learning_rates={},
@@ -51,9 +53,9 @@ def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
     assert "NaN" not in text and "Infinity" not in text
     rows = [json.loads(line) for line in text.splitlines()]
     assert [(row["step"], row.get("loss"), row.get("val_loss")) for row in rows] == [
-        (0, 2.5, None),
-        (0, None, 2.25),
-        (1, None, None),
+        (1, 2.5, None),
+        (1, None, 2.25),
+        (2, None, None),
     ]
     assert rows[0]["learning_rates"] == {"all": 0.1}
     assert rows[0]["utilisations"] == [None, 0.75]
@@ -61,12 +63,26 @@ def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
     assert rows[0]["expected_utilisation"] is None
     assert rows[0]["gradient_norms"] == {"all": None}
     assert [row["tokens"] for row in rows if "tokens" in row] == [64, 128]
+    assert rows[0]["memory_bytes"] == [2**30, 3 * 2**29] and rows[0]["mfu"] is None
+    assert "  memory 1.5 GiB  " in capsys.readouterr().out
+
+
+def test_the_share_of_what_devices_could_do_is_of_the_last_steps(tmp_path, capsys):
+    metrics = Metrics(tmp_path, SCHEDULE, 64, log_every_steps=1, screen=Screen(), peak_tokens_per_second=1e9)
+    metrics.step(report(0), {})
+    time.sleep(0.01)
+    metrics.step(report(1), {})
+    metrics.close()
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert first["mfu"] is None  # a step that fills the pipeline
+    assert second["mfu"] == pytest.approx(64 / second["seconds"] / 1e9)
+    assert "  MFU 0%  memory 1.5 GiB" in capsys.readouterr().out
 
 
 def test_rows_are_there_before_the_run_ends(tmp_path):
     metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
     metrics.step(report(0), {})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 0
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     metrics.close()
 
 
@@ -131,7 +147,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
     disk.is_full = False
     metrics.step(report(1), {})
     rows = [json.loads(line) for line in disk.getvalue().splitlines()]
-    assert [row["step"] for row in rows] == [0, 0, 1]
+    assert [row["step"] for row in rows] == [1, 1, 2]
     metrics.close()
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1 and "lacks" not in said

@@ -79,7 +79,7 @@ def test_a_rate_that_jumps_is_told_with_the_remedy_and_the_remedy_helps(tiny, ca
     assert not any("rate is" in line for line in said(further, capsys))
     rows = [json.loads(line) for line in (folder_of(tiny) / "metrics.jsonl").read_text().splitlines()]
     rates = {row["step"]: row["learning_rates"]["matrices"] for row in rows if "loss" in row}
-    assert rates[12] == rates[13] == pytest.approx(0.002)
+    assert rates[13] == rates[14] == pytest.approx(0.002)
 
 
 def test_a_run_without_a_checkpoint_says_that_it_begins(tiny, capsys):

@@ -130,7 +130,7 @@ def test_every_kind_of_run_goes_on_from_its_own_state(fields, tiny):
 
 def test_metrics_that_were_tampered_with_do_not_stop_a_run(saved):
     path = run_folder(saved) / "metrics.jsonl"
-    lines = path.read_bytes() + b'{"step": 0, "loss": "x", "tokens": 1}\n{"step": 0}\n\xff\n[3]\n' + b"[" * 5000 + b"\n"
+    lines = path.read_bytes() + b'{"step": 1, "loss": "x", "tokens": 1}\n{"step": 1}\n\xff\n[3]\n' + b"[" * 5000 + b"\n"
     path.write_bytes(lines)
     train(saved)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]

@@ -93,8 +93,8 @@ def test_a_run_leaves_everything_behind(finished):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "val_loss" in row]
-    assert [row["step"] for row in updates] == list(range(12))
-    assert [row["step"] for row in evaluations] == [4, 9, 11]
+    assert [row["step"] for row in updates] == list(range(1, 13))
+    assert [row["step"] for row in evaluations] == [5, 10, 12]
     assert evaluations[-1]["val_loss"] == summary["val_loss"]
     assert updates[0]["loss"] == summary["first_loss"] == pytest.approx(math.log(256), abs=0.1)
     assert {row["delay"] for row in updates[1:]} == {1}

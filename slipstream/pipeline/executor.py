@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..devices import peak_memory
 from ..optim.correction import Alignment
 from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
@@ -58,6 +59,8 @@ class StepReport:
     utilisations: tuple[float, ...]
     """Per stage: the share of the time since the pipeline filled that it spent computing; nan before that. Where no
     update waits for a sum over stages, this and `splits` are of a few steps earlier, and at first of one stage."""
+    memory: tuple[int, ...]
+    """Per stage: the peak of what its device held until then, or its process, in bytes."""
     splits: tuple[TimeSplit, ...]
     """Per stage: where the time between the ends of its last two batches went."""
     gradient_norms: dict[str, float]
@@ -346,6 +349,7 @@ class Executor:
             self._batch_loss,
             self._updater.products,
             self.clock.split().utilisation,
+            peak_memory(self._device),
             self.clock.split_since_last(),
             self._task.requests(),
         )
@@ -404,7 +408,7 @@ class Executor:
         return self._make(action.microbatch // self._schedule.num_microbatches, finished, sums)
 
     def _reduce(self, step: int, finished: Finished) -> Sums:
-        return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step}")
+        return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step + 1}")
 
     def _make(self, step: int, finished: Finished, sums: Sums) -> StepReport:
         """The update of a step, and what there is to say of it."""
@@ -415,15 +419,16 @@ class Executor:
         elif self._task.skip_non_finite:
             self._updater.skip()
         else:
-            raise NonFiniteError(f"step {step} stops the run: {sums.non_finite}")
+            raise NonFiniteError(f"step {step + 1} stops the run: {sums.non_finite}")
         self._heed(step, sums.requests)
         if self._owners is not None:
-            waiting = lambda: f"the other replicas' part of the update of step {step}"  # noqa: E731
+            waiting = lambda: f"the other replicas' part of the update of step {step + 1}"  # noqa: E731
             share(self._transport, self._owners, self._versions.next_weights(), waiting)
         return StepReport(
             step=step,
             loss=sums.loss,
             utilisations=sums.utilisations,
+            memory=sums.memory,
             splits=sums.splits,
             gradient_norms={
                 group.name: square**0.5 for group, square in zip(self._groups, sums.squared_norms, strict=True)

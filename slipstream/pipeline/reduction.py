@@ -30,8 +30,8 @@ from .partition import Tied
 from .streams import fetch
 
 NUM_PRODUCTS = 3
-NUM_TIMES = 1 + len(Activity)
-"""Utilisation, and the seconds of every activity."""
+NUM_FACTS = 2 + len(Activity)
+"""Utilisation, the peak of the memory, and the seconds of every activity."""
 
 
 class Requests(NamedTuple):
@@ -60,6 +60,8 @@ class Sums:
     loss: float
     utilisations: tuple[float, ...]
     """Per stage, nan where there is none yet."""
+    memory: tuple[int, ...]
+    """Per stage: the peak of what its device held, or its process, in bytes."""
     splits: tuple[TimeSplit, ...]
     squared_norms: tuple[float, ...]
     """Per group, over all stages."""
@@ -81,6 +83,8 @@ class Finished:
     products: Tensor
     """(groups, 3): inner products of the latest updates, this stage's share."""
     utilisation: float
+    memory: int
+    """The peak until now, in bytes."""
     split: TimeSplit
     """Of the stage's time since its last batch."""
     requests: Requests
@@ -137,8 +141,8 @@ class Reducer:
         sums = self._vector(finished, requests)
         if self.owners is not None:
             self.transport.add_replicas([sums]).wait(waiting)
-        times = torch.tensor([finished.utilisation, *finished.split], dtype=torch.float64)
-        vector = torch.cat([times, fetch(sums, stage, self.transport.timeout_seconds, waiting)])
+        facts = torch.tensor([finished.utilisation, finished.memory, *finished.split], dtype=torch.float64)
+        vector = torch.cat([facts, fetch(sums, stage, self.transport.timeout_seconds, waiting)])
         everyone = tuple(range(num_stages))
         if self.is_global:
             return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
@@ -149,7 +153,9 @@ class Reducer:
         if vectors is None:
             return replace(own, requests=Requests())
         told = self._add_up(vectors, everyone)
-        return replace(own, requests=told.requests, utilisations=told.utilisations, splits=told.splits)
+        return replace(
+            own, requests=told.requests, utilisations=told.utilisations, memory=told.memory, splits=told.splits
+        )
 
     def _is_own(self, name: str) -> bool:
         return self.owners is None or self.owners[name] == self.transport.replica
@@ -184,7 +190,7 @@ class Reducer:
         )
 
     def _add_up(self, vectors: Sequence[Tensor], stages: Sequence[int]) -> Sums:
-        times, rows = zip(*((row[:NUM_TIMES], row[NUM_TIMES:]) for row in map(Tensor.tolist, vectors)), strict=True)
+        facts, rows = zip(*((row[:NUM_FACTS], row[NUM_FACTS:]) for row in map(Tensor.tolist, vectors)), strict=True)
         num_groups = len(self.group_names)
         non_finite = None
         for stage, row in zip(stages, rows, strict=True):
@@ -197,8 +203,9 @@ class Reducer:
         products = totals[1 + NUM_REQUESTS : -num_groups]
         return Sums(
             loss=totals[0],
-            utilisations=tuple(utilisation for utilisation, *_ in times),
-            splits=tuple(TimeSplit(*split) for _, *split in times),
+            utilisations=tuple(utilisation for utilisation, *_ in facts),
+            memory=tuple(int(memory) for _, memory, *_ in facts),
+            splits=tuple(TimeSplit(*split) for _, _, *split in facts),
             squared_norms=tuple(totals[-num_groups:]),
             products=tuple(tuple(products[NUM_PRODUCTS * i : NUM_PRODUCTS * (i + 1)]) for i in range(num_groups)),
             non_finite=non_finite,

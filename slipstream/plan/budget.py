@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from ..model import layer_costs, num_active_parameters
+from ..devices import DeviceKind
+from ..model import flops_per_token, num_active_parameters
 from .advice import price
-from .costs import DeviceKind
 from .search import Option, Search
 
 TOKENS_PER_PARAMETER = 20
 """Of a budget that nobody chose (arXiv:2203.15556); of experts, those that a token goes through count."""
-BACKWARD_FORWARDS = 2
-"""A backward's products, in forwards."""
 
 
 def default_budget(search: Search) -> float:
@@ -19,9 +17,8 @@ def default_budget(search: Search) -> float:
 
 def utilisation_of(search: Search, device: DeviceKind, option: Option) -> float:
     """Model FLOPs of a second over what all devices could do (MFU): what is computed twice counts once."""
-    flops = (1 + BACKWARD_FORWARDS) * sum(layer_costs(search.model, search.model.sequence_length))
     peak = device.flops_in(search.memory_model.dtypes.compute)
-    return option.tokens_per_second * flops / (search.cluster.num_devices * peak)
+    return option.tokens_per_second * flops_per_token(search.model) / (search.cluster.num_devices * peak)
 
 
 def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: float | None) -> str:

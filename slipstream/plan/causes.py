@@ -44,8 +44,8 @@ def say_causes(search: Search, option: Option, causes: dict[str, float]) -> str:
     said = f"Of a step, devices idle for {' and '.join([', '.join(parts[:-1]), parts[-1]] if parts[1:] else parts)}"
     if search.unevenness(option.num_stages) < EVEN:
         return f"{said}."
-    better = [count for count in search.stage_counts() if search.unevenness(count) < EVEN]
-    nearest = sorted(sorted(better, key=lambda count: abs(count - option.num_stages))[:3])
-    advice = f": {' or '.join(map(str, nearest))} stages would be even" if nearest else ""
+    near = [count for count in search.stage_counts() if count <= 2 * option.num_stages <= 4 * count]
+    better = [str(count) for count in near if search.unevenness(count) < EVEN]
+    advice = f": {' or '.join(better)} would be even" if better else ""
     num_layers = len(search.costs.layers)
     return f"{said}. {num_layers} layers do not divide well among {option.num_stages} stages{advice}."

@@ -17,13 +17,14 @@ from rich.progress import Progress
 from ..arguments import UsageError, parse
 from ..config import Config, ConfigError, load_toml, model_config, validate
 from ..defaults import settled
+from ..devices import DeviceKind, kind_of
 from ..metrics import Screen
 from ..model import ModelConfig
 from ..parts import parameter_groups, recomputed_layers
 from ..pipeline import under_torchrun
 from .advice import Advice, Given, advise
 from .budget import budget_sentence
-from .costs import DeviceKind, ModelCosts, estimate, find_device
+from .costs import ModelCosts, estimate, find_device
 from .fsdp import FSDP
 from .memory import MemoryModel
 from .predict import SCHEDULES
@@ -236,12 +237,12 @@ def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
         return find_device("h200")
     if profile.device.startswith("cpu"):
         return find_device("cpu", in_bf16)
-    known = [kind for kind in ("h200", "h100", "a100") if kind in profile.device.lower()]
-    if not known:
+    known = kind_of(profile.device)
+    if known is None:
         raise UsageError(
             f"device_kind is missing, and {profile.device!r} of the profile is unknown: give --device-kind"
         )
-    return find_device(known[0])
+    return known
 
 
 def _cluster(given: PlanArguments, device: DeviceKind, memory: float) -> Cluster:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..arguments import UsageError
 from ..config import Config
+from ..devices import DEVICE_KINDS, DeviceKind
 from ..model import ModelConfig, decoder, layer_costs, layer_names
 from ..optim.groups import is_matrix
 from .dtypes import Dtypes
@@ -28,38 +29,6 @@ from .predict import StageCosts
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class DeviceKind:
-    name: str
-    memory: float
-    """Bytes."""
-    flops: float
-    """Per second, in fp32 without tensor cores, which is what the trainer computes in unless told otherwise."""
-    memory_bandwidth: float
-    """Bytes per second."""
-    link_bandwidth: float
-    """Bytes per second in one direction, to a neighbour in the same machine."""
-    bf16_flops: float | None = None
-    """Per second, dense, on tensor cores where it has them. None: as in fp32."""
-    node_size: int | None = 8
-    """Devices of a machine; None: all there are."""
-    node_bandwidth: float = 50e9
-    """Bytes per second of every device's link to other machines: InfiniBand NDR, 400 Gb/s."""
-
-    def flops_in(self, dtype: torch.dtype) -> float:
-        return self.bf16_flops or self.flops if dtype == torch.bfloat16 else self.flops
-
-
-DEVICE_KINDS = {
-    # NVIDIA's data sheets, SXM forms; NVLink is sold by the sum of both directions, here is one.
-    "h200": DeviceKind("h200", 141e9, 67e12, 4.8e12, 450e9, 989e12),
-    "h100": DeviceKind("h100", 80e9, 67e12, 3.35e12, 450e9, 989e12),
-    "a100": DeviceKind("a100", 80e9, 19.5e12, 2.039e12, 300e9, 312e12),
-    "b200": DeviceKind("b200", 180e9, 75e12, 7.7e12, 900e9, 2250e12),
-    # PCIe 4.0 between them.
-    "l40s": DeviceKind("l40s", 48e9, 91.6e12, 0.864e12, 32e9, 362e12),
-    "rtx4090": DeviceKind("rtx4090", 24e9, 82.6e12, 1.008e12, 32e9, 165e12),
-}
 DENSE_EFFICIENCY, EXPERT_EFFICIENCY = 0.5, 0.25
 """Shares of the peak in bf16 that stages of 8b and of moe-10b reached on an H200 (docs/speed.md)."""
 

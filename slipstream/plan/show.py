@@ -50,7 +50,7 @@ def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> li
     notes = [] if option.fits else ["too big"]
     if is_choice:
         notes.append("<- best")
-    elif not option.is_runnable:
+    elif option.fits and not option.is_runnable:
         notes.append("planned")
     parts = [
         f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",

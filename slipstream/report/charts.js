@@ -227,6 +227,14 @@ function lineChart(chart, runs) {
       const {means, ...line} = chart.series[index];
       if (means) drawLine(lines, {...line, y: means.y, marks: false}, state.meanXs[index], x, y);
     }
+    for (const index of new Set(chart.series.map((line) => line.run))) {
+      for (const turn of runs[index].turns) {
+        const at = x(fromStep(runs[index].clock, turn.step));
+        const mark = shape("line", {class: "turn", x1: at, x2: at, y1: edge.top, y2: edge.top + inner.height});
+        mark.append(shape("title", {}, `${turn.text} after step ${turn.step.toLocaleString("en-US")}`));
+        lines.append(mark);
+      }
+    }
     const selection = shape("rect", {class: "selection", y: edge.top, height: inner.height, width: 0});
     canvas.replaceChildren(definitions, grid, lines, shape("g", {class: "cursor"}), selection);
     tip.hidden = true;

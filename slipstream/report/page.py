@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import string
 from collections.abc import Sequence
 from importlib.resources import files
@@ -23,6 +24,8 @@ from .read import Run
 from .series import MAX_POINTS, evenly, short
 from .stages import memory, stage_table, time_split, timeline
 
+CHANGED = r"config\.until-step-(\d{1,15})\.toml"
+"""What a run leaves of its configuration when it is taken up with another."""
 SCRIPTS = ("charts.js", "timeline.js", "page.js")
 CLOCK_POINTS = 400
 """To turn steps into tokens and seconds: both grow steadily, so a few are enough."""
@@ -76,11 +79,11 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
 def _run(run: Run) -> dict[str, Any]:
     summary, config = run.summary, run.config
     stages, microbatches = (number(config, f"pipeline.{name}") for name in ("stages", "microbatches"))
-    parameters = number(summary, "parameters")
+    parameters, turns = number(summary, "parameters"), _turns(run)
     facts = [
         config.get("pipeline.schedule"),
         f"{stages:g} stages of {microbatches:g} microbatches a step" if stages and microbatches else None,
-        *_turns(summary),
+        *(f"{turn['text']} after step {turn['step']:,.0f}" for turn in turns),
         f"{parameters:,.0f} parameters" if parameters else None,
         config.get("optimizer.name"),
         config.get("train.device"),
@@ -93,19 +96,22 @@ def _run(run: Run) -> dict[str, Any]:
         "notes": list(run.notes),
         "isFinished": bool(summary),
         "clock": _clock(run),
+        "turns": turns,
     }
 
 
-def _turns(summary: dict[str, Any]) -> list[str]:
-    """Where a run changed its shape, and where it was taken up."""
-    reshapes = summary.get("reshapes")
-    turns = [turn for turn in reshapes if isinstance(turn, dict)] if isinstance(reshapes, list) else []
-    said = [
-        f"{turn.get('before')} -> {turn.get('after')} (stages x replicas) after step {turn.get('step')}"
-        for turn in turns
+def _turns(run: Run) -> list[dict[str, Any]]:
+    """After which steps the run changed its shape, or was taken up: marks on every chart."""
+    reshapes = run.summary.get("reshapes")
+    found = [
+        (number(turn, "step"), f"{turn.get('before')} -> {turn.get('after')} (stages x replicas)")
+        for turn in (reshapes if isinstance(reshapes, list) else [])
+        if isinstance(turn, dict)
     ]
-    resumed_at = number(summary, "resumed_at")
-    return said + ([f"taken up at step {resumed_at:,.0f}"] if resumed_at else [])
+    changed = [re.fullmatch(CHANGED, path.name) for path in run.folder.glob("config.until-step-*.toml")]
+    resumed = {float(match[1]) for match in changed if match} | {number(run.summary, "resumed_at") or 0.0}
+    found += [(step, "taken up") for step in resumed if step]
+    return [{"step": step, "text": text} for step, text in sorted((at, text) for at, text in found if at is not None)]
 
 
 def _clock(run: Run) -> dict[str, list[float | None]]:

@@ -149,14 +149,14 @@ def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: 
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise _garbage(path, number, "it is no object with a step")
         if "val_loss" in row:
-            validation_steps.append(step + 1)
+            validation_steps.append(step)
             validation_losses.append(_number(row["val_loss"]))
             continue
         for key, value in _flat(row):
             column = columns.setdefault(key, array("d"))
             column.extend([math.nan] * (len(steps) - len(column)))
             column.append(value)
-        steps.append(step + 1)
+        steps.append(step)
     for column in columns.values():
         column.extend([math.nan] * (len(steps) - len(column)))
     as_columns = {key: np.array(column) for key, column in columns.items()}

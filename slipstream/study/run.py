@@ -49,10 +49,10 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
             first = evaluations[-1].step
             losses = run.losses[first:done].tolist()  # here, and nowhere else, the device is waited for
             seconds += time.perf_counter() - started
-            for step, loss in enumerate(losses, start=first):
-                _write(metrics, step=step, tokens=(step + 1) * tokens_per_step, loss=loss)
+            for step, loss in enumerate(losses, start=first + 1):
+                _write(metrics, step=step, tokens=step * tokens_per_step, loss=loss)
             held_out = run.evaluate().item()
-            _write(metrics, step=done - 1, val_loss=held_out)
+            _write(metrics, step=done, val_loss=held_out)
             if not math.isfinite(held_out + sum(losses)):
                 break
             evaluations.append(Evaluation(done, done * tokens_per_step, held_out))

@@ -128,7 +128,7 @@ def test_a_nan_stops_every_stage_in_the_same_step(threads):
 
     messages = launch(worker, 3, threads=threads, timeout_seconds=TIMEOUT_SECONDS, start_method="fork")
     assert len(set(messages)) == 1
-    assert messages[0].startswith("step 4 stops the run: the ")
+    assert messages[0].startswith("step 5 stops the run: the ")
 
 
 def test_a_skipped_update_follows_the_oracle():

@@ -232,6 +232,6 @@ def test_a_nan_that_one_replica_sees_stops_them_all(threads, sharded):
         inputs, targets = task.data(step, microbatch)
         return (inputs * float("nan") if (step, microbatch) == (3, 1) else inputs), targets
 
-    with pytest.raises(RuntimeError, match=r"step 3 stops the run: the "):
+    with pytest.raises(RuntimeError, match=r"step 4 stops the run: the "):
         options = {"num_microbatches": 2, "num_steps": 6, "shard_optimizer": sharded}
         run_ranks(Task(task.model, data, task.loss), 2, groups(), 2, threads=threads, **options)

@@ -348,7 +348,7 @@ def test_gradients_summed_in_another_dtype_are_copied_first(reduction, copies, s
         Alone(), ["all"], {"weight": 0}, {}, False, {"weight": 0} if sharded else None, Dtypes.of(config).reduction
     )
     with live.watch():
-        reducer.reduce(Finished(gradients, None, zeros, 0.0, TimeSplit(), Requests()), lambda: "")
+        reducer.reduce(Finished(gradients, None, zeros, 0.0, 0, TimeSplit(), Requests()), lambda: "")
     stage = replace(STAGE, num_replicas=2, background_update=True)
     waiting, left = MemoryModel(config, model_config(config, 0))._replicas(stage, 1000, 1000)
     assert (waiting, left) == (copies * 4000, copies * 8000)

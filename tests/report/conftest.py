@@ -53,7 +53,7 @@ def rows(num_steps: int, last_loss: float, learning_rate: float) -> list[dict[st
         seconds = {"forward": 0.2, "backward": 0.5, "update": 0.0, "data": 0.1}
         result.append(
             {
-                "step": step,
+                "step": step + 1,
                 "loss": loss,
                 "gradient_norms": {"matrices": 1.5, "rest": 0.5},
                 "learning_rates": {"matrices": learning_rate, "rest": learning_rate / 10},
@@ -69,7 +69,7 @@ def rows(num_steps: int, last_loss: float, learning_rate: float) -> list[dict[st
             }
         )
         if (step + 1) % 10 == 0:
-            result.append({"step": step, "val_loss": loss + 0.1})
+            result.append({"step": step + 1, "val_loss": loss + 0.1})
     return result
 
 

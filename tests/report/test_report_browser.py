@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,15 @@ def files(write_run: WriteRun, tmp_path_factory: pytest.TempPathFactory) -> dict
     other = read_run(write_run("other", last_loss=1.5, learning_rate=0.01), "other")
     young = read_run(write_run("young", without=("metrics.jsonl", "summary.json", "trace.json")), hostile)
     folder = tmp_path_factory.mktemp("pages")
-    pages = {"one": [one], "two": [one, other], "hostile": [young], "hostile pair": [young, other]}
+    turns = [{"step": step, "before": "2", "after": "4"} for step in (10, 20)]
+    turned = replace(one, summary=one.summary | {"reshapes": turns, "resumed_at": 5})
+    pages = {
+        "one": [one],
+        "two": [one, other],
+        "turned": [turned, other],
+        "hostile": [young],
+        "hostile pair": [young, other],
+    }
     for name, runs in pages.items():
         (folder / f"{name}.html").write_text(page(runs), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in pages}
@@ -126,6 +134,16 @@ def open_page(browser: Chrome, files: dict[str, Path]) -> Iterator[Callable[[str
     yield visit
     assert browser.get_log("browser") == []
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_changes_of_shape_and_resumes_are_marked_on_the_curves(open_page: Callable[[str], Page]) -> None:
+    assert not open_page("one").all(".turn")
+    shown = open_page("turned")
+    marks = shown.all("#Overview .turn") or shown.all(".turn")
+    places = [float(mark.get_attribute("x1")) for mark in marks[:3]]
+    assert places == sorted(places) and len(set(places)) == 3
+    titles = [mark.get_attribute("textContent") for mark in marks[:3]]
+    assert titles[0] == "taken up after step 5" and titles[1] == "2 -> 4 (stages x replicas) after step 10"
 
 
 TABS = ["Overview", "Training", "Pipeline", "Memory", "Configuration"]

@@ -181,8 +181,12 @@ def test_throughput_is_that_of_many_steps_because_a_drain_makes_several_updates_
 def test_the_head_says_where_a_run_changed_its_shape_and_was_taken_up(write_run: WriteRun) -> None:
     run = read_run(write_run("turned"), "turned")
     turn = {"step": 20, "before": "2 x 1", "after": "4 x 1", "bytes_moved": 1, "pause_seconds": 0.1}
-    facts = page_data([replace(run, summary=run.summary | {"reshapes": [turn], "resumed_at": 10})])["runs"][0]["facts"]
-    assert "2 x 1 -> 4 x 1 (stages x replicas) after step 20" in facts and "taken up at step 10" in facts
+    (run.folder / "config.until-step-5.toml").write_text("")
+    head = page_data([replace(run, summary=run.summary | {"reshapes": [turn], "resumed_at": 10})])["runs"][0]
+    assert [mark["step"] for mark in head["turns"]] == [5, 10, 20]  # on every chart
+    assert "2 x 1 -> 4 x 1 (stages x replicas) after step 20" in head["facts"]
+    assert "taken up after step 5" in head["facts"] and "taken up after step 10" in head["facts"]
+    (run.folder / "config.until-step-5.toml").unlink()
     assert not any("->" in fact or "taken up" in fact for fact in page_data([run])["runs"][0]["facts"])
 
 

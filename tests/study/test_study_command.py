@@ -158,9 +158,9 @@ def test_metrics_have_a_line_for_every_step_and_every_evaluation(finished: tuple
         lines = study.path_of(cell).with_name("metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         trained = [row for row in rows if "loss" in row]
-        assert [row["step"] for row in trained] == list(range(STEPS))
+        assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
         assert [row["tokens"] for row in trained] == [64 * (step + 1) for step in range(STEPS)]
-        held_out = [(row["step"] + 1, row["val_loss"]) for row in rows if "val_loss" in row]
+        held_out = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
         assert held_out == [(e.step, e.loss) for e in study.record(cell).evaluations[1:]]
 
 
