@@ -125,6 +125,26 @@ def _end_stages_on_signals() -> None:
 # ---- train
 
 
+TRAIN_HELP = """Trains a language model across pipeline stages and writes metrics, summary and trace to runs/NAME.
+CONFIG.toml has the sections and fields below, steps = 200 under [train] for --train.steps 200;
+an option wins over the file. `slipstream init PRESET` writes one to begin with.
+
+The ten that matter most:
+  --model.preset 135m         0.7M to 70B: tiny, small (25M), 135m, 360m, 1b, 3b,
+                              8b, 10b, 70b; with experts moe-2b, moe-10b
+  --data.sources FILE ...     text, JSON lines, or shards of slipstream prepare
+  --data.tokenizer FILE       a tokenizer.json; bytes if left out
+  --train.steps 5000          updates to make
+  --train.microbatch-size 4   sequences to a microbatch: what memory allows
+  --pipeline.stages 4         processes, each with a part of the layers
+  --pipeline.microbatches 8   to a step: at least as many as stages
+  --optimizer.learning-rate X at its peak; by optimizer if left out
+  --run.name first            leaves everything in runs/first
+  --checkpoint.resume         goes on with the run of that name
+
+All of them:"""
+
+
 def _train(arguments: list[str]) -> None:
     from .config import Config, ConfigError, load_toml
 
@@ -132,12 +152,7 @@ def _train(arguments: list[str]) -> None:
         default = Config()
         if arguments and not arguments[0].startswith("-"):
             default = load_toml(Path(arguments.pop(0)))
-        description = (
-            "Trains a language model across pipeline stages and writes metrics, summary and trace to runs/NAME. "
-            "CONFIG.toml has the sections and fields below, steps = 200 under [train] for --train.steps 200; an option "
-            "wins over the file."
-        )
-        config = parse(Config, arguments, "slipstream train [CONFIG.toml]", description, default)
+        config = parse(Config, arguments, "slipstream train [CONFIG.toml]", TRAIN_HELP, default)
     except ConfigError as error:
         raise UsageError(str(error)) from error
     from .pipeline import NonFiniteError, PipelineError, StageFailure  # torch, which --help does not wait for

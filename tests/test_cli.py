@@ -20,6 +20,7 @@ from slipstream import cli
 from slipstream.config import Config, ConfigError
 from slipstream.parts import check
 from slipstream.pipeline.launch import INTERRUPTED
+from slipstream.presets import PRESETS
 from slipstream.trainer import train
 
 
@@ -549,3 +550,15 @@ def test_a_run_that_has_ended_is_drawn_by_its_name_and_cannot_be_reshaped(tiny, 
     assert 0 < seconds < 60
     assert cli.run(["reshape", "tiny", "1"]) == 2
     assert "run = 'tiny' has ended" in capsys.readouterr().err
+
+
+def test_the_ten_options_that_matter_come_first_and_exist(capsys):
+    with pytest.raises(SystemExit):
+        cli.run(["train", "--help"])
+    first = capsys.readouterr().out.partition("All of them:")[0]
+    options = re.findall(r"^  --([a-z.-]+)", first, re.MULTILINE)
+    assert len(options) == 10
+    for option in options:
+        section, name = option.replace("-", "_").split(".")
+        assert hasattr(getattr(Config(), section), name), option
+    assert all(preset in first for preset in PRESETS)
