@@ -291,6 +291,13 @@ def model_config(config: Config, corpus_vocab_size: int) -> ModelConfig:
     return result
 
 
+def with_model(config: Config, model: ModelConfig) -> Config:
+    """The configuration with nothing of the model left to its preset or to the corpus."""
+    names = (member.name for member in dataclasses.fields(ModelSection) if member.name != "preset")
+    section = dataclasses.replace(config.model, **{name: getattr(model, name) for name in names})
+    return dataclasses.replace(config, model=section)
+
+
 def has_experts(config: Config) -> bool:
     num_experts = config.model.num_experts
     return bool(PRESETS[config.model.preset].num_experts if num_experts is None else num_experts)

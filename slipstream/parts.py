@@ -46,6 +46,9 @@ class Parts:
     peak_rates: dict[str, float]
     """By group."""
     layers_per_stage: list[int]
+    tokenizer: str = "unknown"
+    """What made the tokens, and its file, as `Corpus` has them."""
+    tokenizer_json: bytes | None = None
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Of all groups, whichever stage they are on."""
@@ -87,7 +90,9 @@ def check(config: Config) -> Parts:
             f"data.sources = {list(config.data.sources)} leads to {str(error.filename)!r}, which cannot be read "
             f"({error.strerror}): give another"
         ) from error
-    return Parts(model, batches, validation, groups, rate, peak_rates(config), sizes)
+    return Parts(
+        model, batches, validation, groups, rate, peak_rates(config), sizes, corpus.tokenizer, corpus.tokenizer_json
+    )
 
 
 def in_shape_of(config: Config, parts: Parts) -> Parts:

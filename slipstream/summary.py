@@ -119,6 +119,7 @@ def summarise(
         "microbatches_in_flight": [stage["in_flight"] for stage in stages],
         "peak_memory_bytes": [stage["memory"] for stage in stages],
         "parameter_checksum": checksum,
+        "tokenizer": parts.tokenizer,
         "torch": torch.__version__,
     }
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .checkpoint import Store
-from .config import Config, ConfigError, schedule_of, to_toml, validate
+from .config import Config, ConfigError, schedule_of, to_toml, validate, with_model
 from .defaults import leaves_rest_to_adamw, may_share_a_gpu, num_gpus_wanted, settled
 from .devices import flops_of
 from .loss import decoder_and_loss
@@ -67,6 +67,7 @@ def train(config: Config) -> None:
     if is_first:
         _check_folder(folder, config.run.overwrite, config.checkpoint.resume)
     parts = check(config)
+    config = with_model(config, parts.model)
     check_moments(config)
     _check_processes(config)
     store = checkpoint_store(config, folder)
@@ -81,7 +82,7 @@ def train(config: Config) -> None:
         changed = [] if found is None else list(changes(found, config, parts))
         if found is not None and changed:
             keep_configuration(folder, found.step)
-        _make_folder(folder, config, keep=config.checkpoint.resume)
+        _make_folder(folder, config, parts, keep=config.checkpoint.resume)
         store.clean()
         if found is not None:
             Screen().print("\n".join([f"going on from the checkpoint of step {found.step}", *changed]))
@@ -202,7 +203,7 @@ def _check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
         )
 
 
-def _make_folder(folder: Path, config: Config, keep: bool) -> None:
+def _make_folder(folder: Path, config: Config, parts: Parts, keep: bool) -> None:
     made = [parent for parent in folder.parents if not parent.exists()]
     try:
         if folder.exists() and not keep:
@@ -211,6 +212,8 @@ def _make_folder(folder: Path, config: Config, keep: bool) -> None:
         for stale in (COMMAND_NAME, "summary.json"):  # of an earlier part of the run
             (folder / stale).unlink(missing_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        if parts.tokenizer_json is not None:
+            (folder / "tokenizer.json").write_bytes(parts.tokenizer_json)
     except OSError as error:
         for parent in made:  # a refusal leaves nothing behind
             with suppress(OSError):

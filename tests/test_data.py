@@ -15,11 +15,21 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.config import (
+    Config,
+    EvaluationSection,
+    ModelSection,
+    PipelineSection,
+    RunSection,
+    TrainSection,
+    load_toml,
+)
 from slipstream.data import Batches, DataConfig, DataError, Tokens, load_corpus, prepare, validation_batches
 from slipstream.data import text as text_module
 from slipstream.data.batches import shuffled
 from slipstream.data.corpus import _builtin_files
 from slipstream.model import IGNORE
+from slipstream.trainer import train
 
 
 def counting(num_tokens: int) -> Tokens:
@@ -350,6 +360,34 @@ def test_a_tokenizer_file_reads_whole_documents_and_ends_them(tmp_path: Path, to
     refused(config, r"model\.vocab_size is 300, but the data has 301 token ids: raise it to that", vocab_size=300)
 
 
+def test_shards_and_runs_keep_the_tokenizer_that_made_them(tmp_path: Path, tokenizer: str) -> None:
+    source = Path(tokenizer).read_bytes()
+    (tmp_path / "a.txt").write_text("w1 w2 w3 " * 400)
+    text = DataConfig(sources=(str(tmp_path / "a.txt"),), tokenizer=tokenizer, validation_fraction=0)
+    assert load_corpus(text).tokenizer_json == source
+    shards = prepare([str(tmp_path / "a.txt")], tokenizer, tmp_path / "out" / "a.b", validation_fraction=0)
+    assert (tmp_path / "out" / "a.b.tokenizer.json").read_bytes() == source
+    config = DataConfig(sources=(str(shards[0]),), validation_fraction=0)
+    assert load_corpus(config).tokenizer_json == source
+    run = Config(
+        model=ModelSection(sequence_length=16),
+        data=replace(config, validation_fraction=0.05),
+        train=TrainSection(steps=1, device="cpu"),
+        evaluation=EvaluationSection(batches=0),
+        pipeline=PipelineSection(transport="thread"),
+        run=RunSection(folder=str(tmp_path / "runs")),
+    )
+    train(run)
+    folder = tmp_path / "runs" / "default"
+    assert (folder / "tokenizer.json").read_bytes() == source
+    assert load_toml(folder / "config.toml").model.vocab_size == 301
+    assert json.loads((folder / "summary.json").read_text())["tokenizer"] == load_corpus(config).tokenizer
+    (tmp_path / "out" / "a.b.tokenizer.json").write_bytes(source + b" ")  # another one
+    assert load_corpus(config).tokenizer_json is None
+    prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out" / "a.b", overwrite=True)
+    assert not (tmp_path / "out" / "a.b.tokenizer.json").exists()
+
+
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<eos>"])
 def test_documents_end_with_the_token_whatever_a_tokenizer_calls_it(tmp_path: Path, tokenizer: str, name: str) -> None:
     renamed = tmp_path / "other" / "tokenizer.json"
@@ -580,7 +618,9 @@ def test_prepared_shards_hold_what_loading_the_text_gives(tmp_path: Path, tokeni
     # Shards are full but for the last of each part, and nothing else is left in the folder.
     assert shards == sorted(shards) and shards[0].name == "mix.train.00000.bin"
     assert all(len(part) == 300 for part in corpus.train.parts[:-1])
-    assert sorted((tmp_path / "out").iterdir()) == sorted(p for s in shards for p in (s, s.with_suffix(".json")))
+    kept = [] if kind == "bytes" else [tmp_path / "out" / "mix.tokenizer.json"]
+    left = [*kept, *(path for shard in shards for path in (shard, shard.with_suffix(".json")))]
+    assert sorted((tmp_path / "out").iterdir()) == sorted(left)
     # Progress never goes back and ends at the end.
     total = sum(Path(source).stat().st_size for source in sources)
     assert calls == sorted(calls) and calls[-1] == (total, total)

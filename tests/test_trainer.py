@@ -5,7 +5,7 @@ import math
 import tomllib
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from settings import changed
 from torch import nn
 
 import slipstream.pipeline.pipeline
-from slipstream.config import Config, ConfigError, ModelSection, load_toml
+from slipstream.config import Config, ConfigError, ModelSection, load_toml, with_model
 from slipstream.defaults import settled
 from slipstream.model import decoder, num_parameters
 from slipstream.parts import check, parameter_groups
@@ -61,7 +61,9 @@ def test_a_run_leaves_everything_behind(finished):
         "loss.png",
         "checkpoints",
     }
-    assert load_toml(folder / "config.toml") == settled(config)
+    written = load_toml(folder / "config.toml")
+    assert written == with_model(settled(config), check(config).model)
+    assert written.model.vocab_size == 256 and None not in asdict(written.model).values()
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     for name in ("metrics.jsonl", "summary.json", "trace.json"):
         text = (folder / name).read_text()

@@ -6,14 +6,15 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..config import BUILTIN, DataConfig
-from .shards import DTYPES, read_shard
-from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, read_pieces
+from .shards import DTYPES, read_shard, tokenizer_beside
+from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, name_of, read_pieces
 from .tokens import DataError, Tokens, num_held_out
 
 _BUILTIN_BYTES = 16 * 2**20
@@ -33,6 +34,8 @@ class Corpus:
     """Every id is below it."""
     tokenizer: str
     """What made the ids: "bytes", a tokenizer file's name and hash, or "unknown"."""
+    tokenizer_json: bytes | None = None
+    """That file; None: there is none, or nobody knows where."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,7 @@ class _Part:
     vocab_size: int
     tokenizer: str
     held_out: bool = False
+    tokenizer_json: bytes | None = None
 
 
 def load_corpus(config: DataConfig, vocab_size: int | None = None) -> Corpus:
@@ -79,7 +83,8 @@ def load_corpus(config: DataConfig, vocab_size: int | None = None) -> Corpus:
         train, held_out = train.split(len(train) - num_held_out(len(train), config.validation_fraction))
     if not len(train):
         raise DataError(f"data.sources is {list(config.sources)}, which holds no text to train on: give some.")
-    return Corpus(train, held_out, largest, tokenizers[0])
+    kept = next((part.tokenizer_json for part in every if part.tokenizer_json is not None), None)
+    return Corpus(train, held_out, largest, tokenizers[0], kept)
 
 
 def _check_files(files: list[Path], held_out_files: list[Path], builtin: bool) -> None:
@@ -101,14 +106,23 @@ def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
     parts = []
     for file in files:
         ids, info = read_shard(file, config.token_dtype)
-        parts.append(_Part(ids, info.vocab_size, info.tokenizer, held_out=info.split == "validation"))
+        kept = _tokenizer_of(file, info.tokenizer)
+        parts.append(_Part(ids, info.vocab_size, info.tokenizer, info.split == "validation", kept))
     return parts
+
+
+def _tokenizer_of(shard: Path, name: str) -> bytes | None:
+    """What lies beside a shard, if it is what made it."""
+    with suppress(OSError):
+        source = tokenizer_beside(shard).read_bytes()
+        return source if name_of(name.rsplit(" ", 1)[0], source) == name else None
+    return None
 
 
 def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, held_out: bool = False) -> _Part:
     ids = [ids for ids, _ in encode(pieces, tokenizer)]
     joined = np.concatenate(ids) if ids else np.empty(0, dtype=tokenizer.dtype)
-    return _Part(joined, tokenizer.vocab_size, tokenizer.name, held_out)
+    return _Part(joined, tokenizer.vocab_size, tokenizer.name, held_out, tokenizer.source)
 
 
 def _read_builtin(config: DataConfig) -> list[_Part]:

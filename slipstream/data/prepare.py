@@ -43,7 +43,8 @@ def prepare(
     overwrite: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Write PREFIX.train.00000.bin ... and PREFIX.validation.00000.bin ..., and return them in that order.
+    """Write PREFIX.train.00000.bin ... and PREFIX.validation.00000.bin ..., and return them in that order. Beside them,
+    PREFIX.tokenizer.json is the tokenizer, unless tokens are bytes.
 
     The ids are those that `load_corpus` makes of the same text, the last `validation_fraction` of them held
     out. Neither text nor ids are ever whole in memory; the disk briefly holds the ids twice, because where
@@ -97,6 +98,10 @@ def prepare(
                 write_sidecar(shard, ShardInfo(chosen.dtype, chosen.vocab_size, len(part), chosen.name, split))
                 names.append(shard.name)
 
+        kept = prefix.parent / f"{prefix.name}.tokenizer.json"
+        kept.unlink(missing_ok=True)
+        if chosen.source is not None:
+            kept.write_bytes(chosen.source)
         for old in stale:  # an earlier, longer set must not leave its tail behind
             old.unlink()
             sidecar(old).unlink(missing_ok=True)

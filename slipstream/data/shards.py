@@ -40,6 +40,11 @@ def sidecar(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
+def tokenizer_beside(shard: Path) -> Path:
+    """Where `prepare` leaves the tokenizer of all shards of a prefix."""
+    return shard.with_name(f"{shard.name.rsplit('.', 3)[0]}.tokenizer.json")
+
+
 def write_sidecar(shard: Path, info: ShardInfo) -> None:
     sidecar(shard).write_text(json.dumps(asdict(info), indent=2) + "\n")
 

@@ -42,6 +42,8 @@ class Tokenizer:
     """The id that ends a document."""
     encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]
     """The ids of each of several texts."""
+    source: bytes | None = None
+    """The tokenizer.json; None: of bytes."""
 
     @property
     def dtype(self) -> str:
@@ -92,13 +94,19 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
     # A file made for a classifier may cut or pad whatever it is given.
     library.no_truncation()
     library.no_padding()
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    source = path.read_bytes()
     return Tokenizer(
-        name=f"{path.name} {digest[:16]}",
+        name=name_of(path.name, source),
         vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=0) + 1,
         end_of_text=_end_of_text(library.token_to_id, tokenizer, section, end_of_text),
         encode=lambda texts: [each.ids for each in library.encode_batch(texts, add_special_tokens=False)],
+        source=source,
     )
+
+
+def name_of(file: str, source: bytes) -> str:
+    """By which ids know the tokenizer that made them."""
+    return f"{file} {hashlib.sha256(source).hexdigest()[:16]}"
 
 
 def _end_of_text(id_of: Callable[[str], int | None], tokenizer: str, section: str, name: str | None) -> int | None:
