@@ -1,6 +1,7 @@
 """Bad input, generated: configurations, command lines and files that nobody would write by hand.
 
     python -m faults.fuzz --configs 2000 --files 500 --seed 0
+    python -m faults.fuzz --configs 0 --files 0 --paths --numbers      special files and names; numbers beyond bounds
     python -m faults.fuzz --seed 0 --only config/17      one case again, with all that it said
 
 Every case is one command of the program, in a process and a folder of its own. It ends well, or is refused: exit code 2
@@ -326,6 +327,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--configs", type=int, default=2000, help="configurations and command lines to generate")
     parser.add_argument("--files", type=int, default=500, help="files to spoil")
+    parser.add_argument("--paths", action="store_true", help="also every special file and name for every path")
+    parser.add_argument("--numbers", action="store_true", help="also every number without bound in every field")
+    parser.add_argument("--every", type=int, default=1, help="of paths and numbers, every so manieth")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the number of the first case of each kind")
     parser.add_argument("--only", default="", help="one case, such as config/17: shows it, and keeps its folder")
@@ -333,26 +337,31 @@ def main() -> int:
 
     from .spoilt_configs import make_config
     from .spoilt_files import make_file, make_templates
+    from .spoilt_paths import ENUMERATED
 
     work = Path(tempfile.mkdtemp(prefix="slipstream-fuzz-"))
     _get_ready(work)
     templates = work / "templates"
-    makers: dict[str, Make] = {"config": make_config, "file": make_file}
+    count = {"path": given.paths, "number": given.numbers}
+    jobs: dict[str, list[Make]] = {"config": [make_config] * given.configs, "file": [make_file] * given.files}
+    jobs |= {kind: makes if count[kind] else [] for kind, makes in ENUMERATED.items()}
     try:
         make_templates(templates)
         fuzzer = Fuzzer(given.seed, work, templates)
         if given.only:
             kind, _, number = given.only.partition("/")
-            fuzzer.run(kind, int(number), makers[kind], loud=True)
+            make = {"config": make_config, "file": make_file}.get(kind) or ENUMERATED[kind][int(number)]
+            fuzzer.run(kind, int(number), make, loud=True)
             print(f"  in {work}")
             return min(fuzzer.num_violations, 1)
         began = time.monotonic()
-        for kind, count in (("config", given.configs), ("file", given.files)):
-            for done in range(count):
-                fuzzer.run(kind, given.start + done, makers[kind])
-                if (done + 1) % 100 == 0 or done + 1 == count:
-                    seconds = time.monotonic() - began
-                    print(f"{kind} {done + 1}/{count}, {fuzzer.num_violations} violations, {seconds:.0f} s", flush=True)
+        for kind, makes in jobs.items():
+            step, first = (1, given.start) if kind in ("config", "file") else (given.every, 0)
+            for done in range(0, len(makes), step):
+                fuzzer.run(kind, first + done, makes[done])
+                if (done + 1) % 100 == 0 or done + step >= len(makes):
+                    seconds, so_far = time.monotonic() - began, f"{kind} {done + 1}/{len(makes)}"
+                    print(f"{so_far}, {fuzzer.num_violations} violations, {seconds:.0f} s", flush=True)
     finally:
         if not given.only:
             shutil.rmtree(work, ignore_errors=True)

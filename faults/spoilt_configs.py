@@ -197,7 +197,7 @@ def _extreme(dice: random.Random, folder: Path) -> Case:
         if "sources" in path:  # to look through the whole file system is what "/" asks for
             settings[path] = [each for each in settings[path] if each != "/"]
     what = ", ".join(f"{path} = {settings[path]!r:.60}" for path in changed)
-    arguments = _as_toml(settings, folder) if by_toml else ["train", *_options(settings)]
+    arguments = _as_toml(settings, folder) if by_toml else ["train", *options(settings)]
     return Case(f"extreme: {what}", arguments, _may_write(settings), may_last=_may_last(settings))
 
 
@@ -312,14 +312,14 @@ def _broken_toml(dice: random.Random, folder: Path) -> Case:
         data = bytearray(b"\n".join(lines))
     _write(folder / "here.toml", bytes(data))
     # A file that is cut short may be right, and mean the default model: too large to wait for.
-    rest = _options({path: BASE[path] for path in BASE if path != "data.sources"}) if how in ("cut", "empty") else []
+    rest = options({path: BASE[path] for path in BASE if path != "data.sources"}) if how in ("cut", "empty") else []
     rest += ["--data.sources", "../text.txt"] if rest else []
     return Case(f"broken TOML: {how}", ["train", "../here.toml", *rest], ("here/",), may_last=True)
 
 
 def _broken_command_line(dice: random.Random, folder: Path) -> Case:
     _write(folder / "here.toml", _toml(BASE).encode())
-    words = ["train", *_options(BASE)]
+    words = ["train", *options(BASE)]
     junk = [
         *(
             "--train.steps",
@@ -385,13 +385,13 @@ def _broken_command_line(dice: random.Random, folder: Path) -> Case:
 def _spoken(dice: random.Random, settings: Mapping[str, Any], folder: Path) -> list[str]:
     """In a file, as options, or some in each."""
     in_file = {path: value for path, value in settings.items() if dice.random() < 0.5}
-    options = {path: value for path, value in settings.items() if path not in in_file}
+    spoken = {path: value for path, value in settings.items() if path not in in_file}
     if not in_file:
-        return ["train", *_options(options)]
-    return [*_as_toml(in_file, folder), *_options(options)]
+        return ["train", *options(spoken)]
+    return [*_as_toml(in_file, folder), *options(spoken)]
 
 
-def _options(settings: Mapping[str, Any]) -> list[str]:
+def options(settings: Mapping[str, Any]) -> list[str]:
     words = []
     for path, value in settings.items():
         section, _, name = path.partition(".")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .fuzz import Case, play
-from .spoilt_configs import BASE, TEXT, _options
+from .spoilt_configs import BASE, TEXT, options
 
 STUDY = """
 name = "small"
@@ -58,9 +58,9 @@ def make_templates(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     settings = BASE | {"train.steps": STEPS, "checkpoint.every_steps": 1, "checkpoint.keep_last": STEPS}
     commands = [
-        ["train", *_options(settings | {"run.name": "base", "checkpoint.at_end": True})],
+        ["train", *options(settings | {"run.name": "base", "checkpoint.at_end": True})],
         ["prepare", "../text.txt", "--output", "web"],
-        ["profile", *_options(SMALL | {"train.microbatch_size": 1}), "--output", "profile.json"],
+        ["profile", *options(SMALL | {"train.microbatch_size": 1}), "--output", "profile.json"],
     ]
     for number, command in enumerate(commands):
         outcome = play(Case("template", command, timeout=120.0), folder)
@@ -227,7 +227,7 @@ def _spoil(dice: random.Random, path: Path) -> str:
 
 
 def _train(settings: dict[str, Any]) -> list[str]:
-    return ["train", *_options(BASE | settings)]
+    return ["train", *options(BASE | settings)]
 
 
 def _shard(dice: random.Random, folder: Path, templates: Path) -> Case:
@@ -306,8 +306,7 @@ def _profile(dice: random.Random, folder: Path, templates: Path) -> Case:
     words = _spoil(dice, path)
     if dice.random() < 0.5:
         return Case(f"profile: train, {words}", _train({"pipeline.profile": "profile.json"}))
-    options = [*_options(SMALL), "--devices", "2", "--profile", "profile.json"]
-    return Case(f"profile: plan, {words}", ["plan", *options], ())
+    return Case(f"profile: plan, {words}", ["plan", *options(SMALL), "--devices", "2", "--profile", "profile.json"], ())
 
 
 def _run(dice: random.Random, folder: Path, templates: Path) -> Case:

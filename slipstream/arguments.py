@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import typing
 from itertools import dropwhile, takewhile
@@ -30,7 +31,8 @@ class RunFailure(RuntimeError):
 def find_run(path: Path) -> Path:
     """A path as it is, or else the name of a run in the folder where runs are kept."""
     below = Path("runs") / path
-    return below if not path.exists() and below.is_dir() else path
+    # A name that is too long is one that does not exist.
+    return below if not os.path.exists(path) and os.path.isdir(below) else path
 
 
 def parse(

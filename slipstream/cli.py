@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import io
 import math
 import os
 import signal
@@ -38,6 +39,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from .arguments import RunFailure, UsageError, find_run, parse
 from .environment import under_torchrun
+from .reading import check_output
 
 MAX_MICROBATCHES = 50_000
 """Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
@@ -55,6 +57,8 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text
     commands: dict[str, Callable[[list[str]], None]] = {
         "init": _init,
         "train": _train,
@@ -237,7 +241,10 @@ def _schedule(arguments: list[str]) -> None:
             global_update=waits_for_sum(given.name),
         )
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
-        print(show(schedule, costs, list(given.output) or _drawings(given), max_width=_width()))
+        drawings = list(given.output) or _drawings(given)
+        for path in drawings:
+            check_output(path)
+        print(show(schedule, costs, drawings, max_width=_width()))
     except ScheduleError as error:
         raise UsageError(str(error)) from error
     except OSError as error:

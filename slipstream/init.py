@@ -51,7 +51,7 @@ def init(arguments: list[str]) -> None:
     output = given.output or Path(f"{given.preset}.toml")
     config = Config(model=ModelSection(preset=given.preset), run=RunSection(name=given.preset))
     try:
-        with output.open("x", encoding="utf-8") as file:
+        with output.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"# slipstream train {output}\n\n{explained(config)}")
     except FileExistsError:
         raise UsageError(f"output = {str(output)!r} exists: choose another, or remove it") from None

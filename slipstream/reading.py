@@ -23,3 +23,17 @@ def open_plain_file(path: Path) -> io.BufferedReader:
 def read_plain_file(path: Path) -> bytes:
     with open_plain_file(path) as file:
         return file.read()
+
+
+def check_output(path: Path) -> None:
+    """A pipe that nobody reads would be waited for: an OSError like any other."""
+    if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def expand_home(path: str | Path) -> Path:
+    """~ as the shell knows it; of somebody who is not known here, the path stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -55,7 +56,7 @@ def reshape(arguments: list[str]) -> None:
     given = parse(ReshapeArguments, arguments, "slipstream reshape", inspect.getdoc(ReshapeArguments) or "")
     folder = find_run(given.run)
     path = folder / "config.toml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"run = '{given.run}' has no config.toml and is no run: name the folder of one")
     try:
         shape = Shape.parse(given.shape)

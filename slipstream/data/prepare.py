@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..reading import expand_home
 from .shards import DTYPES, SPLITS, ShardInfo, sidecar, write_sidecar
 from .text import SHARD_SUFFIX, Piece, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, num_held_out
@@ -59,7 +60,9 @@ def prepare(
     for path in paths:
         if path.suffix == SHARD_SUFFIX:
             raise DataError(f"sources names {str(path)!r}, which is a token shard already: give text.")
-    prefix = Path(output_prefix).expanduser()
+    prefix = expand_home(output_prefix)
+    if prefix.name in ("", ".."):
+        raise DataError(f"output_prefix is {str(output_prefix)!r}, which is a folder: give the names a beginning.")
     patterns = [f"{glob.escape(prefix.name)}.{split}.{'[0-9]' * 5}{SHARD_SUFFIX}" for split in SPLITS]
     stale = [old for pattern in patterns for old in sorted(prefix.parent.glob(pattern))]
     if stale and not overwrite:

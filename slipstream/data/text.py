@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..reading import expand_home
 from .tokens import DataError
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")
@@ -71,7 +72,7 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
             )
         end = 0 if end_of_text is None else None
         return Tokenizer("bytes", 256, end, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
-    path = Path(tokenizer).expanduser()
+    path = expand_home(tokenizer)
     if path.is_dir():
         path /= "tokenizer.json"
         if not path.is_file():
@@ -130,7 +131,7 @@ def expand(sources: Sequence[str], field: str) -> list[Path]:
     known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     files: list[Path] = []
     for source in sources:
-        path = Path(source).expanduser()
+        path = expand_home(source)
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
             if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..metrics import Screen
 from ..model import ModelConfig
 from ..parts import parameter_groups, recomputed_layers
 from ..pipeline import under_torchrun
+from ..reading import check_output
 from .advice import Advice, Given, advise
 from .budget import budget_sentence
 from .costs import ModelCosts, estimate, find_device
@@ -224,8 +226,8 @@ def _check_share(share: int, config: Config) -> None:
 
 
 def _check_folder(name: str, path: Path) -> None:
-    if not path.parent.is_dir() or path.is_dir():
-        reason = "is a folder" if path.is_dir() else f"has no folder {str(path.parent)!r} to go to"
+    if not os.path.isdir(path.parent) or os.path.isdir(path):
+        reason = "is a folder" if os.path.isdir(path) else f"has no folder {str(path.parent)!r} to go to"
         raise UsageError(f"{name} = {str(path)!r} {reason}: name a file in a folder that exists")
 
 
@@ -385,6 +387,7 @@ def _write(
 
 def _to_file(name: str, path: Path, write: Callable[[], object]) -> None:
     try:
+        check_output(path)
         write()
     except OSError as error:
         raise UsageError(f"{name} = {str(path)!r} cannot be written ({error.strerror}): choose another") from error
