@@ -41,6 +41,7 @@ from .arguments import RunFailure, UsageError, find_run, parse
 from .environment import under_torchrun
 from .reading import check_output
 
+LEAST_COST, MOST_COST = 1e-9, 1e9
 MAX_MICROBATCHES = 50_000
 """Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
 
@@ -230,6 +231,11 @@ def _schedule(arguments: list[str]) -> None:
             f"{given.stages} stages x {given.microbatches} microbatches x {given.steps} steps are too many to draw: "
             f"use fewer, {MAX_MICROBATCHES:,} at most in all"
         )
+    for name in ("forward", "backward", "latency"):
+        if 0 < (cost := getattr(given, name)) < math.inf and not LEAST_COST <= cost <= MOST_COST:
+            raise UsageError(f"{name} = {cost} cannot be drawn: use 0, or {LEAST_COST:g} to {MOST_COST:g}")
+    if given.sync_start_steps > given.steps:
+        raise UsageError(f"sync_start_steps = {given.sync_start_steps} is more than steps = {given.steps}: use fewer")
     try:
         schedule = Schedule(
             given.name,

@@ -206,6 +206,8 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
         ("schedule two_bw --microbatches 2", "2 microbatches are too few for two_bw on 4 stages at minimum depth: use"),
         ("schedule two_bw --stages 999 --microbatches 999", "are too many to draw: use fewer"),
         ("schedule two_bw --forward nan", "forward = nan is no time: use a finite number of 0 or more"),
+        ("schedule two_bw --forward 1e40", "forward = 1e+40 cannot be drawn: use 0, or 1e-09 to 1e+09"),
+        ("schedule two_bw --sync-start-steps 9", "sync_start_steps = 9 is more than steps = 3: use fewer"),
         ("schedule two_bw --latency -1", "latency = -1.0 is no time: use a finite number of 0 or more"),
         ("schedule two_bw --output a.pdf", "a.pdf cannot be drawn: end its name in one of .svg, .png"),
         (

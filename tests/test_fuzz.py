@@ -11,6 +11,7 @@ import pytest
 @pytest.mark.timeout(400)
 def test_generated_configurations_and_spoilt_files_run_or_are_refused_in_one_sentence():
     command = [sys.executable, "-m", "faults.fuzz", "--configs", "24", "--files", "12", "--seed", "2"]
+    command += ["--paths", "--numbers", "--every", "97"]
     root = Path(__file__).parents[1]
     played = subprocess.run(command, capture_output=True, text=True, timeout=380, cwd=root)
     assert played.returncode == 0, played.stdout + played.stderr

@@ -38,7 +38,7 @@ from .show import WIDE, can_draw, draw_plan, plan_table, plan_tree, profile_tabl
 GIB = 2**30
 SEQUENCES_PER_DEVICE = 8
 """Of a batch that nobody chose: enough to fill a pipeline."""
-MAX_DEVICES = 100_000
+MAX_DEVICES, MAX_SEQUENCES = 100_000, 2**20
 
 Arguments = TypeVar("Arguments", bound=Config)
 
@@ -296,6 +296,9 @@ def _batch_size(given: PlanArguments, config: Config, model: ModelConfig) -> int
     if given.batch_tokens is None:
         return max(config.pipeline.microbatches * config.train.microbatch_size, SEQUENCES_PER_DEVICE * given.devices)
     size, rest = divmod(given.batch_tokens, model.sequence_length)
+    if size > MAX_SEQUENCES:
+        most = MAX_SEQUENCES * model.sequence_length
+        raise UsageError(f"batch_tokens = {given.batch_tokens} is more than anybody plans with: use at most {most}")
     if rest or size < 1:
         nearest = max(1, round(given.batch_tokens / model.sequence_length)) * model.sequence_length
         raise UsageError(

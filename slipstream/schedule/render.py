@@ -42,17 +42,17 @@ def text_grid(timeline: Timeline, max_width: int = 120) -> str:
     labels = {box: f"{box.action.op}{box.action.microbatch}/{box.action.version}" for box in timeline.boxes}
     # A space, a place for the `*`, and the longest label.
     cell = 2 + max(map(len, labels.values()))
-    num_columns = _nearest(timeline.makespan / column)
+    num_columns = min(_nearest(timeline.makespan / column), max_width // cell + 1)  # the rest is cut
     name_width = len(f"S{timeline.schedule.num_stages - 1}")
     lines = []
     for stage, row in enumerate(timeline.boxes_by_stage):
         text = [*(("  " + ".".center(cell - 2)) * num_columns), " ", " "]
         for box in row:
-            begin, end = _nearest(box.start / column), _nearest(box.end / column)
+            begin, end = _nearest(box.start / column), min(_nearest(box.end / column), num_columns)
             if begin < end:
                 fill = " " if end - begin == 1 else "-"
                 text[begin * cell + 2 : end * cell] = labels[box].ljust((end - begin) * cell - 2, fill)
-            elif box.action.op is Op.UPDATE:
+            elif box.action.op is Op.UPDATE and begin <= num_columns:
                 text[begin * cell + 1] = "*"
         line = f"S{stage}".ljust(name_width) + "".join(text).rstrip()
         lines.append(line if len(line) <= max_width else line[: max_width - 1] + "…")
