@@ -19,7 +19,7 @@ test-faults: .venv/.installed
 	$(BIN)/python -m faults.others
 
 test-fuzz: .venv/.installed
-	$(BIN)/python -m faults.fuzz
+	$(BIN)/python -m faults.fuzz --paths --numbers
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

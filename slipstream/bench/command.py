@@ -177,7 +177,7 @@ def run_matrix(
     """Everything that is finished is written after every world, and when somebody interrupts one."""
     screen = Screen()
     guess = minutes(sum(map(total_seconds, matrix)))
-    screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, which may take {guess}; writing {folder}")
+    screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, {guess} where nothing else runs; writing {folder}")
     finished = Finished(gpu=None if gpu is None else {**gpu.describe(), "readings": []})
     for index, world in enumerate(matrix):
         interrupt: BaseException | None = None
