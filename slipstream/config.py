@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from .presets import PRESETS, ModelConfig
 from .reading import read_plain_file
-from .schedule import DEPTHS, SCHEDULES, Schedule, ScheduleError
+from .schedule import DEPTHS, SCHEDULES, TRAITS, Schedule, ScheduleError
 
 BUILTIN = "builtin"
 """The corpus that is always there."""
@@ -427,33 +427,34 @@ def _choose(path: str, value: str, known: Collection[str]) -> None:
 
 def _validate_pipeline(config: Config) -> None:
     section = config.pipeline
-    if section.depth == "double" and section.schedule != "two_bw":
+    traits, name = TRAITS[section.schedule], section.schedule
+    if section.depth not in traits.depths:
         raise ConfigError(
-            f"pipeline.depth = 'double' is made for two_bw, not for {section.schedule}: set pipeline.depth = 'minimum'"
+            f"pipeline.depth = {section.depth!r} is made for two_bw, not for {name}: set pipeline.depth = 'minimum'"
         )
     if not MIN_TIMEOUT_SECONDS <= section.timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
             f"pipeline.timeout_seconds = {section.timeout_seconds:g} cannot be: use at least {MIN_TIMEOUT_SECONDS:g}, "
             f"and at most {MAX_TIMEOUT_SECONDS:,.0f}"
         )
-    if section.schedule == "paci" and config.optimizer.error_feedback != 0:
+    if traits.drifts and config.optimizer.error_feedback != 0:
         raise ConfigError(
             f"optimizer.error_feedback = {config.optimizer.error_feedback:g} needs a weight version to predict into, "
-            "and paci keeps none: set optimizer.error_feedback = 0, or pipeline.schedule = 'two_bw'"
+            f"and {name} keeps none: set optimizer.error_feedback = 0, or pipeline.schedule = 'two_bw'"
         )
-    if section.schedule == "paci" and config.train.recompute_every:
+    if traits.drifts and config.train.recompute_every:
         raise ConfigError(
             f"train.recompute_every = {config.train.recompute_every} computes blocks again with the weights of their "
-            "forward, and paci has overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'"
+            f"forward, and {name} has overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'"
         )
-    if section.schedule == "paci" and config.train.compile:
+    if traits.drifts and config.train.compile:
         raise ConfigError(
             "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
-            "paci it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'"
+            f"{name} it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'"
         )
-    if section.schedule == "paci" and config.checkpoint.resume:
+    if traits.drifts and config.checkpoint.resume:
         raise ConfigError(
-            "checkpoint.resume = true needs the weights that microbatches in flight have read, and paci overwrites "
+            f"checkpoint.resume = true needs the weights that microbatches in flight have read, and {name} overwrites "
             "them: begin anew, or use another schedule"
         )
     try:

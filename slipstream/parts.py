@@ -26,7 +26,7 @@ from .optim.groups import assign
 from .pipeline import PartitionError, partition, under_torchrun
 from .pipeline.partition import check_sizes
 from .pipeline.pipeline import plan_schedule
-from .schedule import STEPPING_ALONE
+from .schedule import TRAITS
 from .shape import num_processes, validate_shapes
 
 MAX_WARMUP_STEPS = 1000
@@ -330,7 +330,7 @@ def _has_tied(config: Config, model: ModelConfig) -> bool:
     """Whether a weight is held by two stages."""
     name = config.pipeline.schedule
     has_tied = model.tied_embeddings and config.pipeline.stages > 1
-    if has_tied and name in STEPPING_ALONE:
+    if has_tied and TRAITS[name].steps_alone:
         raise ConfigError(
             f"model.tied_embeddings = true needs first and last stage to step together, and those of {name} do not: "
             "set model.tied_embeddings = false, or pipeline.schedule = 'two_bw'"

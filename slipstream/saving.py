@@ -279,9 +279,9 @@ def _check_products(found: Checkpoint, num_groups: int) -> None:
 
 
 def _check_versions(found: Checkpoint, schedule: Schedule, expected: Mapping[str, torch.Size]) -> None:
-    """That the versions which the next batches run on are there. Under pipedream each stage has versions of its own
+    """That the versions which the next batches run on are there. Where stages step alone, each has versions of its own
     number, and says itself what it misses."""
-    if schedule.name == "pipedream":
+    if schedule.traits.steps_alone:
         return
     start, names = sync_start_steps(found, schedule), found.names()
     for lag in range(1, max(map(schedule.delay, range(schedule.num_stages))) + 1):

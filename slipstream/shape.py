@@ -18,13 +18,12 @@ from pathlib import Path
 
 from .config import Config, ConfigError, validate
 from .pipeline.comm import Mesh
+from .schedule import TRAITS
 
 SHAPE = re.compile(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?(?:/([0-9]{1,6}(?:,[0-9]{1,6})*))?")
 MOMENT = re.compile(r"([1-9][0-9]{0,17})=(.+)")
 COMMAND_NAME = "reshape.txt"
 """The file in a run's folder by which it is told to change its shape."""
-SCHEDULES = ("two_bw", "one_f_one_b", "gpipe")
-"""Those whose weight versions are the same on every stage, and known when the pipeline is empty."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,11 @@ def validate_shapes(config: Config) -> None:
 
 
 def check_changeable(config: Config) -> None:
-    if config.pipeline.schedule not in SCHEDULES:
+    if TRAITS[config.pipeline.schedule].steps_alone:
+        others = [name for name, traits in TRAITS.items() if not traits.steps_alone]
         raise ConfigError(
             f"pipeline.schedule = {config.pipeline.schedule!r} keeps weights that belong to its stages, and cannot "
-            f"change their number: leave pipeline.reshape and pipeline.processes out, or use {' or '.join(SCHEDULES)}"
+            f"change their number: leave pipeline.reshape and pipeline.processes out, or use {' or '.join(others)}"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .rivals import BARE_LOOP, Rival
+from ..schedule import TRAITS
+from .rivals import BARE_LOOP, Rival, num_steps_to_fill
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_GPU_WARM_UP_STEPS, SLOW_FACTOR, GpuSetting
 from .world import World
 
@@ -136,8 +137,9 @@ def guessed_seconds(world: World, rival: Rival) -> float:
         seconds = 6 * weights * world.gpu.tokens_per_microbatch / GPU_FLOPS
         return GPU_TURN_SECONDS + seconds * rival.num_microbatches * world.num_steps
     seconds = FORWARD_SECONDS + BACKWARD_SECONDS if world.workload == "emulated" else REAL_SECONDS
-    num_steps = world.num_steps + (world.num_stages - 2 if rival.schedule == "pipedream" else 0)
-    bubble = 1.0 if rival.schedule in ("", "two_bw", "pipedream", "paci") else 1.4
+    num_steps = world.num_steps + num_steps_to_fill(rival.schedule, world.num_stages) - 1
+    never_drains = not rival.schedule or (rival.schedule in TRAITS and not TRAITS[rival.schedule].flushes)
+    bubble = 1.0 if never_drains else 1.4
     return seconds * rival.num_microbatches * num_steps * bubble * (SLOW_FACTOR if world.unbalanced else 1.0)
 
 

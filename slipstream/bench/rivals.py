@@ -23,7 +23,7 @@ from .. import Pipeline, StepReport
 from ..pipeline.clock import Activity, Clock, Span
 from ..pipeline.comm import ProcessTransport, Transport
 from ..pipeline.nccl import FOREVER, LINK_BLOCKS
-from ..schedule import FLUSHING, SCHEDULES, Schedule, ScheduleError, waits_for_sum
+from ..schedule import TRAITS, Schedule, ScheduleError, waits_for_sum
 from .replay import replayed_step_time
 from .workloads import WORKLOADS, GpuSetting, Placement, Workload, on_gpu, work_of
 
@@ -68,9 +68,9 @@ class Rival:
         return Placement(num_stages, TORCH_SHAPES.get(self.schedule, "single"))
 
     def plan(self, num_stages: int, num_steps: int) -> Schedule:
-        """slipstream: the schedule as it is played; pipedream, which takes P - 1 steps to fill and not one, plays P - 2
+        """slipstream: the schedule as it is played. One that takes several steps to fill, and not one, plays as many
         more."""
-        more = num_stages - 2 if self.schedule == "pipedream" else 0
+        more = num_steps_to_fill(self.schedule, num_stages) - 1
         return Schedule(
             self.schedule,
             num_stages,
@@ -117,10 +117,15 @@ class StageRun:
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
+def num_steps_to_fill(schedule: str, num_stages: int) -> int:
+    """Of one of slipstream's: until the first stage has as many batches in flight as it will have."""
+    return max(1, TRAITS[schedule].delay(num_stages, 0)) if schedule in TRAITS else 1
+
+
 def steady(ends: Sequence[float], schedule: str) -> list[float]:
     """The ends of steady steps: the first is left out, and of schedules without a flush the last two, when the pipeline
     drains. Used for what is measured and for what is simulated."""
-    has_no_flush = schedule in SCHEDULES and schedule not in FLUSHING
+    has_no_flush = schedule in TRAITS and not TRAITS[schedule].flushes
     return list(ends[1:-2] if has_no_flush else ends[1:])
 
 
@@ -207,7 +212,7 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
     if workload.device.type == "cuda":  # the host runs ahead
         ends = _ends_on_device(clock.spans, rival.num_microbatches)
     facts = {"peak_in_flight": float(pipeline.executor.peak_in_flight)}
-    num_steady = plan.num_steps - (0 if rival.schedule in FLUSHING else 2)
+    num_steady = plan.num_steps - (0 if plan.traits.flushes else 2)
     costs = _costs(clock, rival.num_microbatches, num_warm_up, num_steady)
     return StageRun(steady(ends[num_warm_up:], rival.schedule), costs, facts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from ..schedule import SCHEDULES, Op, Schedule, ScheduleError
+from ..schedule import SCHEDULES, TRAITS, Op, Schedule, ScheduleError
 from ..schedule.simulate import Costs, min_steady_steps, simulate
 from .rivals import Rival, steady
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, work_of
@@ -44,7 +44,7 @@ def ideal_utilisation(rival: Rival, world: World, facts: dict[str, float]) -> fl
             world.num_stages,
             rival.num_microbatches,
             depth=rival.depth,
-            global_update=rival.clip_norm is not None or name == "two_bw",
+            global_update=rival.clip_norm is not None or TRAITS[name].has_slack,
         )
     except ScheduleError:
         return None
@@ -64,7 +64,7 @@ def predicted_seconds(rival: Rival, world: World, measured: Round) -> float:
     what the actions, the executor and a message took."""
     schedule = rival.plan(world.num_stages, world.num_steps)
     stages = measured.costs
-    in_background = schedule.name == "two_bw"
+    in_background = schedule.traits.has_slack
     last_to_come = min(stage.sums for stage in stages)
     updates = [
         stage.update + stage.overhead + (last_to_come if schedule.global_update else stage.sums) for stage in stages

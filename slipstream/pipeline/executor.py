@@ -354,7 +354,7 @@ class Executor:
             self._task.requests(),
         )
         self._batch_loss = None
-        has_slack = self._schedule.name == "two_bw" and step >= self._schedule.sync_start_steps
+        has_slack = self._schedule.traits.has_slack and step >= self._schedule.sync_start_steps
         if not has_slack:
             self._pending = Pending(lambda action: self._apply(action, finished, self._reduce(step, finished)))
         elif self._awaits_evaluation(step - 1):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.groups import Group, assign
-from ..schedule import STEPPING_ALONE, EvaluationSteps, Schedule, ScheduleError, waits_for_sum
+from ..schedule import EvaluationSteps, Schedule, ScheduleError, waits_for_sum
 from .comm import Transport
 from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
@@ -158,7 +158,7 @@ class Pipeline:
             num_versions,
             predicts=predicts,
             separate_masters=track_alignment and num_versions == 2,
-            drifting=self.schedule.name == "paci",
+            drifting=self.schedule.traits.drifts,
             dtype=dtype,
             gradient_dtype=gradient_dtype,
             owned=None if self._owners is None else [n for n, o in self._owners.items() if o == transport.replica],
@@ -322,29 +322,29 @@ def plan_schedule(
     compiles: bool = False,
 ) -> Schedule:
     """The schedule as these groups need it, or one sentence why the two do not go together."""
-    if schedule.name not in STEPPING_ALONE:
+    if not schedule.traits.steps_alone:
         return schedule
     if has_tied:
         raise ScheduleError(
             f"tied weights cannot be split over the stages of {schedule.name}, whose stages step at different times: "
             "untie them, or use two_bw"
         )
-    if schedule.name == "paci":
+    if schedule.traits.drifts:
         if recomputes:
             raise ScheduleError(
-                "recompute computes layers again with the weights of their forward, and paci has overwritten them: "
-                "leave it empty, or use two_bw"
+                "recompute computes layers again with the weights of their forward, and "
+                f"{schedule.name} has overwritten them: leave it empty, or use two_bw"
             )
         if compiles:
             raise ScheduleError(
-                "compile leaves it to the compiler what a backward keeps of the forward's weights, and under paci it "
-                "must read the newest: set it to False, or use two_bw"
+                "compile leaves it to the compiler what a backward keeps of the forward's weights, and under "
+                f"{schedule.name} it must read the newest: set it to False, or use two_bw"
             )
         for group in groups:
             if group.error_feedback != 0:
                 raise ScheduleError(
                     f"error_feedback = {group.error_feedback:g} of group {group.name!r} needs a weight version to "
-                    "predict into, and paci keeps none: set it to 0, or use two_bw"
+                    f"predict into, and {schedule.name} keeps none: set it to 0, or use two_bw"
                 )
     clips = any(group.clip_norm is not None for group in groups)
     return replace(schedule, global_update=waits_for_sum(schedule.name, clips, skip_non_finite))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config
+from ..schedule import TRAITS
 from . import savings
 from .causes import idle_causes, say_causes
 from .fsdp import FSDP
@@ -222,7 +223,7 @@ def _command(option: Option, given: Given) -> str:
     }
     if option.schedule == DATA_PARALLEL:
         chosen["pipeline.schedule"] = "one_f_one_b"
-    if option.schedule == "paci":
+    if option.schedule in TRAITS and TRAITS[option.schedule].drifts:
         chosen["optimizer.error_feedback"] = 0.0
     chosen |= {
         "optimizer.sharded": option.config.optimizer.sharded and option.num_replicas > 1,

@@ -26,7 +26,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ..schedule import STEPPING_ALONE, Schedule, ScheduleError
+from ..schedule import TRAITS, Schedule, ScheduleError
 from ..schedule.simulate import Costs, simulate
 from .orders import Order, Seconds, make_order, play
 
@@ -43,7 +43,7 @@ SCHEDULES = (
 )
 FLUSHING = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v")
 IN_CHUNKS = ("interleaved_1f1b", "zero_bubble_v")
-UPDATING_ALONE = (*STEPPING_ALONE, "zero_bubble_h1", "zero_bubble_v")
+UPDATING_ALONE = (*(name for name, traits in TRAITS.items() if traits.steps_alone), "zero_bubble_h1", "zero_bubble_v")
 
 MAX_SIMULATED = 20_000
 """Actions that `slipstream.schedule` is asked to simulate; beyond them, arrays and formulas take over."""

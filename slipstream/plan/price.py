@@ -6,6 +6,7 @@ Speed alone would recommend whatever never waits. A schedule is worth its tokens
 from __future__ import annotations
 
 from ..config import OptimizerSection
+from ..schedule import TRAITS
 
 PRICES = {
     "muon": (1.05, 1.19),
@@ -26,5 +27,6 @@ def token_price(section: OptimizerSection, schedule: str, delay: int) -> float:
     if delay == 0:
         return 1.0
     with_feedback, without = PRICES.get(section.name, PRICES[UNKNOWN])
-    price = with_feedback if section.error_feedback != 0 and schedule != "paci" else without
+    is_corrected = section.error_feedback != 0 and not (schedule in TRAITS and TRAITS[schedule].drifts)
+    price = with_feedback if is_corrected else without
     return 1 + delay * (price - 1)

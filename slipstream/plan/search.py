@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from ..config import Config
 from ..model import ModelConfig
 from ..pipeline import partition
-from ..schedule import SCHEDULES as RUNNABLE
-from ..schedule import STEPPING_ALONE
+from ..schedule import TRAITS
 from .costs import ModelCosts
 from .fsdp import FSDP, fsdp_step
 from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
@@ -104,7 +103,7 @@ class Option:
     @property
     def is_runnable(self) -> bool:
         """Whether the trainer plays this today."""
-        return self.schedule in RUNNABLE or self.schedule in ("two_bw_double", DATA_PARALLEL)
+        return self.schedule in TRAITS or self.schedule in ("two_bw_double", DATA_PARALLEL)
 
 
 @dataclass(frozen=True)
@@ -233,9 +232,10 @@ class Search:
         return max(work) / (sum(work) / num_stages) - 1
 
     def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
-        if self.model.tied_embeddings and name in STEPPING_ALONE:
+        traits = TRAITS.get(name)
+        if traits is not None and traits.steps_alone and self.model.tied_embeddings:
             return "its stages step at different times, and tied weights need first and last together"
-        if self.config.train.recompute_every and name == "paci":
+        if traits is not None and traits.drifts and self.config.train.recompute_every:
             return "it overwrites the weights that recomputed blocks would need again"
         return why_not(name, num_stages, num_microbatches, self.model.num_layers + 2)
 

@@ -1,28 +1,20 @@
 """Schedules as plain data: made, checked, simulated and drawn without torch."""
 
 from .action import Action, Key, Op, requires
-from .schedule import (
-    DEPTHS,
-    FLUSHING,
-    SCHEDULES,
-    STEPPING_ALONE,
-    EvaluationSteps,
-    Schedule,
-    ScheduleError,
-    waits_for_sum,
-)
+from .schedule import EvaluationSteps, Schedule, ScheduleError
+from .traits import DEPTHS, SCHEDULES, TRAITS, Traits, waits_for_sum
 
 __all__ = [
     "DEPTHS",
-    "FLUSHING",
     "SCHEDULES",
-    "STEPPING_ALONE",
+    "TRAITS",
     "Action",
     "EvaluationSteps",
     "Key",
     "Op",
     "Schedule",
     "ScheduleError",
+    "Traits",
     "requires",
     "waits_for_sum",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .action import Action, Key, Op, requires
-from .schedule import STEPPING_ALONE, Schedule, ScheduleError
+from .schedule import Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _check_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -
                 raise ScheduleError(f"{action} writes out of turn: version {newest + 1} comes next")
             newest = version
         elif action.op is Op.EVALUATE:
-            if version != newest and schedule.name not in STEPPING_ALONE:
+            if version != newest and not schedule.traits.steps_alone:
                 raise ScheduleError(f"{action} runs after {newest} updates of its stage, not after {version}")
         else:
             if version > newest:
@@ -210,12 +210,12 @@ def _promised_version(schedule: Schedule, action: Action, newest: int) -> int:
     step, start = action.microbatch // schedule.num_microbatches, schedule.sync_start_steps
     if step < start:
         return step
-    return newest if schedule.name == "paci" else max(start, step - schedule.delay(action.stage))
+    return newest if schedule.traits.drifts else max(start, step - schedule.delay(action.stage))
 
 
 def _check_live_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -> int:
     """Returns the most versions held at once: the newest, and all that are still to be read."""
-    blind = (Op.UPDATE, Op.EVALUATE) if schedule.name in STEPPING_ALONE else (Op.UPDATE,)
+    blind = (Op.UPDATE, Op.EVALUATE) if schedule.traits.steps_alone else (Op.UPDATE,)
     last_read = {action.version: index for index, action in enumerate(actions) if action.op not in blind}
     num_versions = schedule.num_versions(stage)
     oldest = max(min(schedule.sync_start_steps, schedule.first_step), schedule.first_step - num_versions + 1)

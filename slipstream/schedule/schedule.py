@@ -12,24 +12,12 @@ from functools import partial
 from itertools import chain
 from operator import gt
 
-from . import generators
 from .action import Action, Op
-
-SCHEDULES = ("gpipe", "one_f_one_b", "two_bw", "pipedream", "paci")
-FLUSHING = ("gpipe", "one_f_one_b")
-STEPPING_ALONE = ("pipedream", "paci")
-"""Their stages never hold the same number of updates at once. Each steps when its own gradient is there."""
-DEPTHS = ("minimum", "double")
+from .traits import DEPTHS, SCHEDULES, TRAITS, Place, Traits
 
 
 class ScheduleError(ValueError):
     """A schedule that cannot exist, or that breaks a promise."""
-
-
-def waits_for_sum(name: str, clips: bool = False, skips_non_finite: bool = False) -> bool:
-    """Whether an update waits for a sum over all stages. Stages that step alone do so only for a norm to clip by, or a
-    verdict on inf and nan; two_bw has slack for it, and a flushing schedule waits anyway."""
-    return name not in STEPPING_ALONE or clips or skips_non_finite
 
 
 @dataclass(frozen=True)
@@ -82,8 +70,8 @@ class Schedule:
             raise ScheduleError(f"schedule {self.name!r} is unknown: choose one of {', '.join(SCHEDULES)}")
         if self.depth not in DEPTHS:
             raise ScheduleError(f"depth {self.depth!r} is unknown: choose one of {', '.join(DEPTHS)}")
-        if self.depth == "double" and self.name != "two_bw":
-            raise ScheduleError(f"depth 'double' is made for two_bw, not for {self.name}: use depth 'minimum'")
+        if self.depth not in self.traits.depths:
+            raise ScheduleError(f"depth {self.depth!r} is made for two_bw, not for {self.name}: use depth 'minimum'")
         if self.num_stages < 1:
             raise ScheduleError(f"{self.num_stages} stages are too few: use at least 1")
         if self.num_steps is not None and self.num_steps < 1:
@@ -99,13 +87,13 @@ class Schedule:
             )
 
     @property
-    def min_microbatches(self) -> int:
-        """two_bw: one more than the first stage's warm-up, or the update of batch t comes too late for batch t + 2."""
-        return self.warmup(0) + 1 if self.name == "two_bw" else 1
+    def traits(self) -> Traits:
+        return TRAITS[self.name]
 
     @property
-    def is_flushing(self) -> bool:
-        return self.name in FLUSHING
+    def min_microbatches(self) -> int:
+        """two_bw: one more than the first stage's warm-up, or the update of batch t comes too late for batch t + 2."""
+        return self.warmup(0) + 1 if self.traits.has_slack else 1
 
     def warmup(self, stage: int) -> int:
         """two_bw: forwards in flight ahead of the first backward."""
@@ -113,7 +101,7 @@ class Schedule:
 
     def delay(self, stage: int) -> int:
         """How many updates the weights a batch runs on lie behind those its gradient is applied to."""
-        return {"two_bw": 1, "pipedream": self.num_stages - 1 - stage}.get(self.name, 0)
+        return self.traits.delay(self.num_stages, stage)
 
     def num_versions(self, stage: int) -> int:
         """How many weight versions the stage has to keep."""
@@ -122,16 +110,12 @@ class Schedule:
     @property
     def max_in_flight(self) -> int:
         """Forwards without their backward, on the stage that has the most: the first."""
-        warmups = {
-            "gpipe": self.num_microbatches - 1,
-            "two_bw": self.warmup(0),
-            "pipedream": self.delay(0) * self.num_microbatches,
-        }
-        return max(warmups.get(self.name, 0), self.num_stages - 1) + 1
+        ahead = self.traits.ahead(self.num_stages, self.num_microbatches, self.warmup(0))
+        return max(ahead, self.num_stages - 1) + 1
 
     def max_drift(self, stage: int) -> int:
         """PACI: the most updates a microbatch may cross between its forward and its backward; elsewhere none."""
-        return -(-(self.num_stages - 1 - stage) // self.num_microbatches) if self.name == "paci" else 0
+        return -(-(self.num_stages - 1 - stage) // self.num_microbatches) if self.traits.drifts else 0
 
     def horizon(self, stage: int, step: int) -> int:
         """How many updates ahead of itself the version written by step's update will be used: 0 while synchronous."""
@@ -141,17 +125,10 @@ class Schedule:
         num_sync = self.sync_start_steps if self.num_steps is None else min(self.sync_start_steps, self.num_steps)
         first, turn = self.first_step, max(self.first_step, num_sync)  # the schedule itself begins at the turn
         num_steps = None if self.num_steps is None else self.num_steps - turn
-        make: dict[str, Callable[..., Iterator[Action]]] = {
-            "gpipe": generators.gpipe,
-            "one_f_one_b": generators.one_f_one_b,
-            "two_bw": partial(generators.two_bw, oldest=num_sync, warmup=self.warmup(stage)),
-            "pipedream": partial(generators.pipedream, oldest=num_sync),
-            "paci": generators.paci,
-        }
-        shape = (stage, self.num_stages, self.num_microbatches)
-        start = generators.one_f_one_b(*shape, num_steps=turn - first, first_step=first)
-        rest = make[self.name](*shape, num_steps=num_steps, first_step=turn) if num_steps != 0 else iter(())
-        actions = chain(start, rest)
+        shape = stage, self.num_stages, self.num_microbatches
+        start = TRAITS["one_f_one_b"].generate(Place(*shape, 0, first, turn - first, 0))
+        rest = self.traits.generate(Place(*shape, self.warmup(stage), turn, num_steps, num_sync))
+        actions = chain(start, rest if num_steps != 0 else ())
         return self._with_evaluations(actions, stage) if self.num_evaluations and self.evaluate_after else actions
 
     def _with_evaluations(self, actions: Iterator[Action], stage: int) -> Iterator[Action]:
@@ -167,7 +144,7 @@ class Schedule:
         steps = self.evaluate_after if is_sorted else sorted(set(self.evaluate_after))
         coming = (step for step in steps if step >= self.first_step - 1)
         due = next(coming, None)
-        consistent = self.name not in STEPPING_ALONE
+        consistent = not self.traits.steps_alone
 
         def evaluate(is_known: Callable[[int], bool]) -> Iterator[Action]:
             nonlocal due

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config import Config, ConfigError, OptimizerSection, schedule_of
 from ..parts import adamw_predictor, leaves_rest_to_adamw
+from ..schedule import TRAITS
 from .predictors import LOOK_INSIDE, PREDICTORS, WEIGHTED
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
@@ -70,7 +71,7 @@ class Cell:
             raise ConfigError("optimizer.sharded is for replicas, and a study has none: leave it out")
         if not math.isfinite(self.predictor_weight):
             raise ConfigError(f"predictor_weight = {self.predictor_weight} is not finite: write a number that is")
-        if self.delays and self.config.pipeline.schedule == "paci":
+        if self.delays and TRAITS[self.config.pipeline.schedule].drifts:
             raise ConfigError(
                 f"delays = {list(self.delays)} are those of weight versions, and paci keeps none: leave them out, or "
                 "use another schedule"
@@ -99,7 +100,7 @@ class Cell:
     def drift_warmups(self) -> tuple[int, ...] | None:
         """PACI: forwards ahead of the first backward, per stage."""
         schedule = schedule_of(self.config)
-        if schedule.name != "paci":
+        if not schedule.traits.drifts:
             return None
         return tuple(schedule.num_stages - 1 - stage for stage in range(schedule.num_stages))
 

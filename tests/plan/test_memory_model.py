@@ -160,7 +160,7 @@ def predict(config: Config, schedule: str, num_replicas: int = 1) -> list[StageM
             in_flight=in_flight[i],
             max_in_flight=promised.max_in_flight,
             background_update=schedule == "two_bw",
-            flushes=promised.is_flushing,
+            flushes=promised.traits.flushes,
             num_replicas=num_replicas,
         )
         for i in range(2)
