@@ -167,11 +167,15 @@ class Search:
         if rest or not per_device:
             return f"{self.batch_size} sequences cannot be shared by {num_devices} devices"
         options: list[Option] = []
-        for size in reversed(_sizes(per_device)):  # fewer microbatches, fewer gathers
+        one = self.memory_model.fully_sharded(num_devices, 1)
+        sizes = _sizes(per_device)
+        possible = [size for size in sizes if size * one.activations <= self.cluster.memory] or sizes[:1]
+        for size in reversed(possible):  # fewer microbatches, fewer gathers
             memory = self.memory_model.fully_sharded(num_devices, size)
             prediction = fsdp_step(self, size, per_device // size)
             trial = Trial((self.model.num_layers + 2,), num_devices, per_device // size, size, 0.0)
-            options.append(self._option(FSDP, trial, prediction, prediction.step_time, (memory,), is_free=not options))
+            is_free = size == sizes[-1]
+            options.append(self._option(FSDP, trial, prediction, prediction.step_time, (memory,), is_free))
             if options[-1].fits:
                 return options[-1]
         return options[-1]

@@ -84,4 +84,4 @@ DEPTHS = tuple(dict.fromkeys(depth for traits in TRAITS.values() for depth in tr
 def waits_for_sum(name: str, clips: bool = False, skips_non_finite: bool = False) -> bool:
     """Whether an update waits for a sum over all stages. Stages that step alone do so only for a norm to clip by, or a
     verdict on inf and nan; two_bw has slack for it, and a flushing schedule waits anyway."""
-    return not TRAITS[name].steps_alone or clips or skips_non_finite
+    return name not in TRAITS or not TRAITS[name].steps_alone or clips or skips_non_finite

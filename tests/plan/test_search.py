@@ -143,6 +143,8 @@ def test_memory_is_saved_where_it_must_be_and_by_what_costs_least():
     configs = list(ever_smaller(config, model, num_devices=2, is_profiled=False))
     assert [marks(each, 2) for each in configs] == ["", "s", "s c", "s c r2", "s c r1"]
 
+    memory_model = MemoryModel(config, model)
+
     def searches(memory: float) -> list[Search]:
         cluster = Cluster(2, memory, 0.0, 1e15)
         return [
@@ -152,7 +154,7 @@ def test_memory_is_saved_where_it_must_be_and_by_what_costs_least():
                 estimate(each, model, DEVICE).recomputing(recomputed_layers(each, model)),
                 cluster,
                 16,
-                MemoryModel(each, model),
+                replace(memory_model, config=each),
             )
             for each in configs
         ]
