@@ -61,7 +61,8 @@ def recommended(said: str) -> str:
     return row
 
 
-def test_replicas_share_an_update_that_would_take_each_of_them_long(capsys):
+def test_replicas_share_an_update_that_would_take_each_of_them_long(capsys, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b", "two_bw"))
     said = plan(capsys, "--devices", "8", "--model.preset", "1b")
     assert "Pipeline parallelism is the wrong tool here: the model fits" in said
     assert "They share the update" in said
@@ -69,14 +70,16 @@ def test_replicas_share_an_update_that_would_take_each_of_them_long(capsys):
     assert "--pipeline.replicas 8" in said and "--optimizer.sharded --train" in said
 
 
-def test_where_replicas_would_wait_for_slow_links_it_is_fsdp_or_a_pipeline(capsys):
+def test_where_replicas_would_wait_for_slow_links_it_is_fsdp_or_a_pipeline(capsys, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b", "two_bw", "two_bw_double"))
     said = plan(capsys, "--devices", "64", "--model.preset", "1b", "--bandwidth-gbps", "100")
     assert "400 Gb/s between nodes of 8" in said
     assert recommended(said).startswith("two_bw")
     assert re.search(r"FSDP.* would be \d+% (faster|slower) \([\d,]+ tokens/s, the delay's price counted\)", said)
 
 
-def test_fsdp_is_always_in_the_table_and_never_recommended(capsys, tmp_path):
+def test_fsdp_is_always_in_the_table_and_never_recommended(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("two_bw",))
     path = tmp_path / "plan.json"
     for words in (SMALL, DEEP):
         said = plan(capsys, "--devices", "2", "--batch-tokens", "4096", "--json", str(path), *words)
@@ -88,7 +91,8 @@ def test_fsdp_is_always_in_the_table_and_never_recommended(capsys, tmp_path):
 EIGHT = ["--model.preset", "8b", "--devices", "8", "--device-kind", "h100", "--train.compute-dtype", "bfloat16"]
 
 
-def test_a_delay_that_costs_more_tokens_than_it_saves_is_not_recommended(capsys):
+def test_a_delay_that_costs_more_tokens_than_it_saves_is_not_recommended(capsys, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b", "two_bw", "paci"))
     said = plan(capsys, *EIGHT, "--optimizer.name", "adamw")
     assert recommended(said).startswith("one_f_one_b ")
     assert re.search(r"paci is \d+% faster, but its delay costs 218% more tokens to the same loss with adamw", said)
@@ -173,7 +177,8 @@ def test_what_no_number_of_devices_can_hold_is_said_so(capsys):
     assert "slipstream train" not in said
 
 
-def test_recomputed_blocks_take_less_memory_and_more_time(capsys, tmp_path):
+def test_recomputed_blocks_take_less_memory_and_more_time(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("two_bw", "paci"))
     rows = []
     for every in ("0", "1"):
         path = tmp_path / f"{every}.json"
@@ -388,7 +393,8 @@ def test_a_profile_of_a_model_with_experts_has_both_kinds_of_blocks(capsys, tmp_
     assert "is 1 there and 0 here" in said or "is 4 there and 0 here" in said
 
 
-def test_a_model_with_experts_is_planned_with_all_its_parameters_in_memory(capsys, tmp_path):
+def test_a_model_with_experts_is_planned_with_all_its_parameters_in_memory(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("two_bw",))
     path = tmp_path / "plan.json"
     said = plan(capsys, "--devices", "2", "--batch-tokens", "64", "--json", str(path), *MIXED, *IN_FLOAT32)
     config = parse(Config, MIXED, "slipstream train", "")
@@ -416,7 +422,8 @@ def test_the_work_of_active_experts_and_the_update_of_all_of_them_are_estimated(
     assert dense.update < sparse.update / 3
 
 
-def test_a_plan_says_how_much_of_the_devices_is_used_and_how_long_a_budget_takes(capsys, tmp_path):
+def test_a_plan_says_how_much_of_the_devices_is_used_and_how_long_a_budget_takes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b",))
     path = tmp_path / "plan.json"
     words = ["--devices", "2", "--batch-tokens", "4096", "--json", str(path), *SMALL, *IN_FLOAT32]
     said = plan(capsys, *words, "--tokens", "1e15")
@@ -431,6 +438,7 @@ def test_a_plan_says_how_much_of_the_devices_is_used_and_how_long_a_budget_takes
 
 
 def test_the_price_of_a_delay_is_in_the_time_that_a_budget_takes(capsys, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b",))
     words = ["--devices", "2", "--batch-tokens", "4096", "--tokens", "1e15", *SMALL, *IN_FLOAT32]
     (cheap,) = re.findall(r"1e\+15 tokens take ([\d.]+) \w+\.$", plan(capsys, *words), re.MULTILINE)
     monkeypatch.setattr(budget, "price", lambda search, option: 2.0)
