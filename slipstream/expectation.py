@@ -35,9 +35,10 @@ class Expectation:
     executor: float
 
     def __str__(self) -> str:
-        parts = {"link": self.link, "data": self.data, "executor": self.executor}
-        lost = ", ".join(f"{name} {share:.3f}" for name, share in parts.items())
-        return f"expected {self.expected:.3f}, measured {self.measured:.3f}; lost to {lost}"
+        return (
+            f"stages busy {self.measured:.1%} over the last steps, {self.expected:.1%} possible; lost to links "
+            f"{self.link:.1%}, reading data {self.data:.1%}, the program itself {self.executor:.1%}"
+        )
 
 
 def expect(schedule: Schedule, steps: Sequence[Sequence[TimeSplit]]) -> Expectation | None:

@@ -85,7 +85,7 @@ class Metrics:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         done = report.step + 1
-        if done > self._first_step + 1:  # the first fills the pipeline
+        if self._first_step + 1 < done < self._num_steps:  # the first fills the pipeline, and before the last it drains
             self._seconds.append(seconds)
         self._expect(report)
         self._write(
@@ -109,10 +109,10 @@ class Metrics:
             memory_bytes=report.memory,
         )
         busy = [u for u in report.utilisations if math.isfinite(u)]
-        utilisation = f"  utilisation {sum(busy) / len(busy):.2f}" if busy else ""
+        share = f"  stages busy {sum(busy) / len(busy):.0%}" if busy else ""
         if busy and self.expectation:
-            utilisation += f" of {self.expectation.expected:.2f} expected"
-        line = f"loss {report.loss:.4f}{self._steps_said(report, learning_rates)}{utilisation}"
+            share += f" ({self.expectation.expected:.0%} possible)"
+        line = f"loss {report.loss:.4f}{self._steps_said(report, learning_rates)}{share}"
         self._progress.update(self._task, completed=done, description=line)
         if not self._screen.is_terminal and (
             done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps)
@@ -124,7 +124,7 @@ class Metrics:
         """Rate, gradient norm, tokens per second of the last steps, and the memory of the largest stage."""
         norms = report.gradient_norms.values() if self._schedule.global_update else ()
         said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
-        said += f"  norm {math.hypot(*norms):.3g}" if norms else ""
+        said += f"  grad norm {math.hypot(*norms):.3g}" if norms else ""
         if self._seconds:
             said += f"  {self._tokens_per_step / statistics.fmean(self._seconds):,.0f} tokens/s"
         if (mfu := self._mfu()) is not None:

@@ -144,19 +144,25 @@ def leave_behind(
         title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
         (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")
     draw_losses(folder)
-    per_stage = ", ".join("-" if math.isnan(u) else f"{u:.3f}" for u in summary["utilisation"]["per_stage"])
+    per_stage = ", ".join("-" if math.isnan(u) else f"{u:.1%}" for u in summary["utilisation"]["per_stage"])
+    late = summary["delay"]
     lines = [
-        f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
-        + ("" if summary["val_loss"] is None else f", validation loss {summary['val_loss']:.4f}"),
+        f"loss {summary['first_loss']:.4f} at first, {summary['last_loss']:.4f} over the last twentieth of the steps"
+        + ("" if summary["val_loss"] is None else f"; validation loss {summary['val_loss']:.4f}"),
         f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s: {summary['tokens_per_second']:,.0f} tokens/s",
-        f"utilisation per stage in the steady state: {per_stage}",
-        *([f"over the last steps: {expectation}"] if expectation else []),
-        f"delay {summary['delay']['min']} to {summary['delay']['max']}, "
-        f"{summary['live_weight_versions']} live weight versions",
+        f"by stage, since the pipeline filled: {per_stage} busy",
+        *([str(expectation)] if expectation else []),
+        f"gradients {lateness(late['min'], late['max'])}; at most {summary['live_weight_versions']} weight versions",
         f"{folder}: {', '.join(sorted(path.name + '/' * path.is_dir() for path in folder.iterdir()))}",
-        f"as a page: slipstream report {folder}",
+        f"to look at it: slipstream report {folder}",
     ]
     screen.print("\n".join(lines))
+
+
+def lateness(least: int, most: int) -> str:
+    if most == 0:
+        return "without delay"
+    return f"{least if least == most else f'{least} to {most}'} update{'s' * (most > 1)} late"
 
 
 def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error: Exception) -> None:

@@ -46,7 +46,7 @@ from .resuming import changes, corpus_facts, keep_configuration
 from .saving import SIGNALS, Saver, Wishes, checkpoint_store, newest, state_of, sync_start_steps
 from .shape import COMMAND_NAME, Shape, moments, next_moment, num_processes, shape_at
 from .status import status_file
-from .summary import gather_stages, leave_actions, leave_behind, summarise
+from .summary import gather_stages, lateness, leave_actions, leave_behind, summarise
 
 MAX_STAGES_PER_CORE = 32
 """As a process, each has torch loaded, and a few hundred megabytes."""
@@ -93,8 +93,8 @@ def train(config: Config) -> None:
         replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
         Screen().print(
             f"{num_parameters(parts.model):,} parameters on {config.pipeline.stages} stages of "
-            f"{parts.layers_per_stage} layers{replicas}, {config.pipeline.schedule}, {config.train.device}; "
-            f"writing {folder}\n{_reading(config, parts)}"
+            f"{parts.layers_per_stage} layers{replicas}: an embedding, {parts.model.num_layers} blocks, a head; "
+            f"writing {folder}\n{_method(config)}\n{_reading(config, parts)}"
         )
     is_threaded = config.pipeline.transport == "thread"
     # Only a main thread is told of signals.
@@ -139,12 +139,29 @@ class Beginning:
         return Beginning(**json.loads(crew.as_first("beginning", json.dumps(asdict(self)))))
 
 
+def _method(config: Config) -> str:
+    """Schedule, optimizer and precision, in words."""
+    schedule, optimizer, train = schedule_of(config), config.optimizer, config.train
+    delays = [schedule.delay(stage) for stage in range(schedule.num_stages)]
+    late = "on weights that change meanwhile" if schedule.traits.drifts else lateness(min(delays), max(delays))
+    feedback = f", error feedback {optimizer.error_feedback:g}" if optimizer.error_feedback and max(delays) else ""
+    rest = ", adamw for the rest" if leaves_rest_to_adamw(optimizer) else ""
+    dtype = train.compute_dtype or train.dtype
+    masters = f" with masters in {train.dtype}" if dtype != train.dtype else ""
+    return f"{schedule.name}, gradients {late}; {optimizer.name}{rest}{feedback}; {dtype}{masters} on {train.device}"
+
+
 def _reading(config: Config, parts: Parts) -> str:
     """How much text, and how often: a run that goes round a small corpus many times learns it by heart."""
     per_step, corpus = parts.batches.num_tokens(0), len(parts.batches.tokens)
     times = per_step * config.train.steps / corpus
     read = f"{times:.1%} of the {corpus:,} tokens" if times < 1 else f"the {corpus:,} tokens {times:,.1f} times"
-    return f"{per_step:,} tokens a step, of a vocabulary of {parts.model.vocab_size:,}; the run reads {read}"
+    replicas = f"{config.pipeline.replicas} replicas x " if config.pipeline.replicas > 1 else ""
+    return (
+        f"{per_step:,} tokens a step: {replicas}{config.pipeline.microbatches} microbatches x "
+        f"{config.train.microbatch_size} sequences x {parts.model.sequence_length}, of a vocabulary of "
+        f"{parts.model.vocab_size:,}; the run reads {read}"
+    )
 
 
 def _unused_rate(config: Config) -> Iterator[str]:

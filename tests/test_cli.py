@@ -297,9 +297,11 @@ def test_progress_is_a_line_every_so_many_steps_where_there_is_no_terminal(tiny,
     tiny = changed(tiny, train__steps=9, run__log_every_steps=4)
     assert cli.run(["train", *as_arguments(tiny)]) == 0
     said = capsys.readouterr()
-    steps = re.findall(r"^step (\d+)/9  loss \d\.\d{4}  lr \S+  norm \S+(  [\d,]+ tokens/s)?", said.out, re.MULTILINE)
+    steps = re.findall(
+        r"^step (\d+)/9  loss \d\.\d{4}  lr \S+  grad norm \S+(  [\d,]+ tokens/s)?", said.out, re.MULTILINE
+    )
     assert [(step, speed != "") for step, speed in steps] == [("1", False), ("4", True), ("8", True), ("9", True)]
-    assert "validation loss" in said.out and "utilisation per stage" in said.out
+    assert "validation loss" in said.out and "by stage, since the pipeline filled: " in said.out
     assert said.err == ""
 
 

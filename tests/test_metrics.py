@@ -68,7 +68,8 @@ def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
 
 
 def test_the_share_of_what_devices_could_do_is_of_the_last_steps(tmp_path, capsys):
-    metrics = Metrics(tmp_path, SCHEDULE, 64, log_every_steps=1, screen=Screen(), peak_tokens_per_second=1e9)
+    schedule = Schedule("two_bw", 2, 2, 40)
+    metrics = Metrics(tmp_path, schedule, 64, log_every_steps=1, screen=Screen(), peak_tokens_per_second=1e9)
     metrics.step(report(0), {})
     time.sleep(0.01)
     metrics.step(report(1), {})
@@ -121,7 +122,7 @@ def test_what_is_measured_stands_beside_what_the_simulator_expects(tmp_path, cap
     metrics.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["expected_utilisation"] == pytest.approx(2 / 3)  # m / (m + P - 1)
-    assert "utilisation 0.60 of 0.67 expected" in capsys.readouterr().out
+    assert "stages busy 60% (67% possible)" in capsys.readouterr().out
 
 
 class FullDisk(io.BytesIO):
@@ -161,6 +162,6 @@ def test_a_line_tells_rate_norm_speed_and_what_is_left(tmp_path, capsys):
     metrics.evaluation(EvaluationReport(1, 2.25))
     metrics.close()
     first, second, evaluation = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"step 1/40  loss 2\.5000  lr 0\.0125  norm inf.*", first) and "left" not in first
-    assert re.fullmatch(r"step 2/40  loss 2\.5000  lr 0\.02  norm inf  [\d,]+ tokens/s.*  \d+ s left", second)
+    assert re.fullmatch(r"step 1/40  loss 2\.5000  lr 0\.0125  grad norm inf.*", first) and "left" not in first
+    assert re.fullmatch(r"step 2/40  loss 2\.5000  lr 0\.02  grad norm inf  [\d,]+ tokens/s.*  \d+ s left", second)
     assert evaluation == "validation loss 2.2500 after step 2"
