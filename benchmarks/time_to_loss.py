@@ -75,6 +75,7 @@ SETTINGS = {
         "train.microbatch-size": 2,
         "optimizer.learning-rate": 0.005,
         "optimizer.adamw-learning-rate": 0.001,
+        "optimizer.final-fraction": 0,
         "optimizer.newton-schulz-dtype": "bfloat16",
         "pipeline.stages": 4,
         "pipeline.microbatches": 4,
