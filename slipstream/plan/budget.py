@@ -36,6 +36,8 @@ def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: 
 
 
 def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
     if seconds < 2 * 3600:
         return f"{seconds / 60:.1f} minutes"
     return f"{seconds / 3600:.1f} hours" if seconds < 2 * 86400 else f"{seconds / 86400:,.1f} days"
