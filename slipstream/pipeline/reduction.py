@@ -215,7 +215,7 @@ class Reducer:
 
 def norm_dtype(gradient: Tensor) -> torch.dtype:
     """What the squares of a gradient are added up in. On a GPU, where a sum is a tree, float32 is enough, and float64
-    would cost a copy of the gradient in it, which took longer than the whole update."""
+    would cost a copy of the gradient in it."""
     return torch.promote_types(gradient.dtype, torch.float32) if gradient.is_cuda else torch.float64
 
 
