@@ -252,8 +252,9 @@ def measure(given: argparse.Namespace) -> list[Run]:
     wanted = [name for name in turns if given.rivals is None or name in given.rivals]
     done = {(run.rival, run.seed) for run in runs}
     batches = [seeds] if given.together else [[seed] for seed in seeds]
-    jobs = [(name, [seed for seed in batch if (name, seed) not in done]) for batch in batches for name in wanted]
-    if not any(left for _, left in jobs):
+    pairs = [(name, [seed for seed in batch if (name, seed) not in done]) for batch in batches for name in wanted]
+    jobs = [(name, left) for name, left in pairs if left]
+    if not jobs:
         leave_behind(runs, given.output)
         return runs
     at_a_time = len(seeds) if given.together else 1

@@ -28,7 +28,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -244,8 +244,8 @@ def _schedule(arguments: list[str]) -> None:
             given.steps,
             depth=given.depth,
             sync_start_steps=given.sync_start_steps,
-            global_update=waits_for_sum(given.name),
         )
+        schedule = replace(schedule, global_update=waits_for_sum(given.name))  # the name is a known one by now
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
         drawings = list(given.output) or _drawings(given)
         for path in drawings:
@@ -387,6 +387,7 @@ def _timeline(arguments: list[str]) -> None:
         timeline = measured_timeline(trace, window)
         drawn = window.within(trace)
         title = f"{run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"
+        check_output(given.output)
         given.output.parent.mkdir(parents=True, exist_ok=True)
         if given.output.suffix == ".svg":
             given.output.write_text(svg(timeline, title), encoding="utf-8")
@@ -431,8 +432,6 @@ def _prepare(arguments: list[str]) -> None:
     from .data import DataError, prepare
 
     given = parse(PrepareArguments, arguments, "slipstream prepare", inspect.getdoc(PrepareArguments) or "")
-    if not Path(given.output).name:
-        raise UsageError(f"output = {given.output!r} names no file: write the beginning of a name, such as data/web")
     console = Console(stderr=True)
     progress = Progress(
         "{task.description}",

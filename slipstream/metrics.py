@@ -125,17 +125,20 @@ class Metrics:
         norms = report.gradient_norms.values() if self._schedule.global_update else ()
         said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
         said += f"  grad norm {math.hypot(*norms):.3g}" if norms else ""
-        if self._seconds:
-            said += f"  {self._tokens_per_step / statistics.fmean(self._seconds):,.0f} tokens/s"
+        if (speed := self._speed()) is not None:
+            said += f"  {speed:,.0f} tokens/s"
         if (mfu := self._mfu()) is not None:
             said += f"  MFU {mfu:.0%}"
         return f"{said}  memory {max(report.memory) / 2**30:.1f} GiB"
 
     def _mfu(self) -> float | None:
         """Of the last steps: the model's FLOPs over what all devices could do."""
-        if self._peak is None or not self._seconds:
-            return None
-        return self._tokens_per_step / statistics.fmean(self._seconds) / self._peak
+        speed = self._speed()
+        return None if speed is None or self._peak is None else speed / self._peak
+
+    def _speed(self) -> float | None:
+        """Tokens per second of the last steps."""
+        return self._tokens_per_step / statistics.fmean(self._seconds) if self._seconds else None
 
     def _expect(self, report: StepReport) -> None:
         """Simulates at ever longer intervals, and at the end: it takes a moment, and the costs hardly change."""

@@ -219,7 +219,8 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
         ("prepare --output a", "sources is empty: give at least one file, folder or glob"),
         ("prepare no.txt --output a", "sources names 'no.txt', which does not exist"),
         ("prepare text.txt --output a --shard-tokens 0", "shard_tokens is 0: set it to 1 or more"),
-        ("prepare text.txt --output .", "output = '.' names no file: write the beginning of a name"),
+        ("prepare text.txt --output .", "output_prefix is '.', which names no file: write the beginning"),
+        ("prepare text.txt --output ../..", "output_prefix is '../..', which names no file: write the beginning"),
         ("prepare text.txt --output text.txt/a", "output = 'text.txt' cannot be written (File exists): choose another"),
     ],
 )
@@ -566,3 +567,12 @@ def test_the_ten_options_that_matter_come_first_and_exist(capsys):
         section, name = option.replace("-", "_").split(".")
         assert hasattr(getattr(Config(), section), name), option
     assert all(preset in first for preset in PRESETS)
+
+
+@pytest.mark.parametrize("words", ["report run --output", "timeline run --output"])
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tiny, capsys, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(changed(tiny, run__folder="runs", run__name="run"))
+    os.mkfifo("pipe.svg")
+    capsys.readouterr()
+    assert "output = 'pipe.svg' cannot be written" in refusal([*words.split(), "pipe.svg"], capsys)

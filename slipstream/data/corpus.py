@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..config import BUILTIN, DataConfig
+from ..reading import read_plain_file
 from .shards import DTYPES, read_shard, tokenizer_beside
 from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, name_of, read_pieces
 from .tokens import DataError, Tokens, num_held_out
@@ -114,7 +115,7 @@ def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
 def _tokenizer_of(shard: Path, name: str) -> bytes | None:
     """What lies beside a shard, if it is what made it."""
     with suppress(OSError):
-        source = tokenizer_beside(shard).read_bytes()
+        source = read_plain_file(tokenizer_beside(shard))
         return source if name_of(name.rsplit(" ", 1)[0], source) == name else None
     return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..reading import expand_home
-from .shards import DTYPES, SPLITS, ShardInfo, sidecar, write_sidecar
+from .shards import DTYPES, SPLITS, ShardInfo, sidecar, tokenizer_beside, write_sidecar
 from .text import SHARD_SUFFIX, Piece, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, num_held_out
 
@@ -62,7 +62,10 @@ def prepare(
             raise DataError(f"sources names {str(path)!r}, which is a token shard already: give text.")
     prefix = expand_home(output_prefix)
     if prefix.name in ("", ".."):
-        raise DataError(f"output_prefix is {str(output_prefix)!r}, which is a folder: give the names a beginning.")
+        raise DataError(
+            f"output_prefix is {str(output_prefix)!r}, which names no file: write the beginning of a name, such as "
+            "data/web."
+        )
     patterns = [f"{glob.escape(prefix.name)}.{split}.{'[0-9]' * 5}{SHARD_SUFFIX}" for split in SPLITS]
     stale = [old for pattern in patterns for old in sorted(prefix.parent.glob(pattern))]
     if stale and not overwrite:
@@ -101,10 +104,12 @@ def prepare(
                 write_sidecar(shard, ShardInfo(chosen.dtype, chosen.vocab_size, len(part), chosen.name, split))
                 names.append(shard.name)
 
-        kept = prefix.parent / f"{prefix.name}.tokenizer.json"
-        kept.unlink(missing_ok=True)
-        if chosen.source is not None:
-            kept.write_bytes(chosen.source)
+        kept = tokenizer_beside(prefix.parent / names[0])
+        if chosen.source is None:
+            kept.unlink(missing_ok=True)
+        else:
+            (Path(folder) / kept.name).write_bytes(chosen.source)
+            os.replace(Path(folder) / kept.name, kept)
         for old in stale:  # an earlier, longer set must not leave its tail behind
             old.unlink()
             sidecar(old).unlink(missing_ok=True)

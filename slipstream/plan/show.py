@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from .advice import Advice, price
+from .fsdp import FSDP
 from .profile import Profile
 from .savings import marks
 from .search import Option, Search
@@ -68,7 +69,7 @@ def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> li
         f"{option.tokens_per_second:,.0f}",
         f"{price(search, option):.2f}",
         _gib(memory.most),
-        marks(option.config, option.num_replicas),
+        marks(option.config, 1 if option.schedule == FSDP else option.num_replicas),
         *(parts if is_wide else []),
         ", ".join(notes),
     ]

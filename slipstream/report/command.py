@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..arguments import UsageError, find_run, parse
 from ..metrics import Screen
+from ..reading import check_output
 from .page import page
 from .read import Run, check_is_run, read_run
 
@@ -46,6 +47,7 @@ def report(arguments: list[str]) -> None:
     screen = Screen()
     text = page(_read(folders, screen))
     try:
+        check_output(output)
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise _unwritable(output, error.strerror or "") from error

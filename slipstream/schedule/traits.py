@@ -1,4 +1,5 @@
-"""`TRAITS`: what every schedule promises and needs. Everyone who has to know reads it here; nobody compares names.
+"""`TRAITS`: what every schedule promises and needs. Everyone who has to know reads it here; no part of the
+engine compares names.
 
 A new schedule is a generator (generators.py), an entry here, and the text of its first steps in its test.
 """
@@ -84,4 +85,4 @@ DEPTHS = tuple(dict.fromkeys(depth for traits in TRAITS.values() for depth in tr
 def waits_for_sum(name: str, clips: bool = False, skips_non_finite: bool = False) -> bool:
     """Whether an update waits for a sum over all stages. Stages that step alone do so only for a norm to clip by, or a
     verdict on inf and nan; two_bw has slack for it, and a flushing schedule waits anyway."""
-    return name not in TRAITS or not TRAITS[name].steps_alone or clips or skips_non_finite
+    return not TRAITS[name].steps_alone or clips or skips_non_finite
