@@ -14,12 +14,12 @@ test: .venv/.installed
 
 # Kills, stops and damage, on purpose: some forty minutes on two cores.
 test-faults: .venv/.installed
-	$(BIN)/python -m faults.kills --kills 50
-	$(BIN)/python -m faults.kills --torchrun --kills 50
-	$(BIN)/python -m faults.others
+	$(BIN)/python -m tests.faults.kills --kills 50
+	$(BIN)/python -m tests.faults.kills --torchrun --kills 50
+	$(BIN)/python -m tests.faults.others
 
 test-fuzz: .venv/.installed
-	$(BIN)/python -m faults.fuzz --paths --numbers
+	$(BIN)/python -m tests.faults.fuzz --paths --numbers
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from slipstream.pipeline.comm import Exchange, Gathering, Transport
-from slipstream.pipeline.link import Link, Message, Waiting
-from slipstream.plan.live import LiveBytes
+from slipstream.tools.plan.live import LiveBytes
+from slipstream.transport.base import Exchange, Gathering, Transport
+from slipstream.transport.link import Link, Message, Waiting
 
 
 class Alone(Transport):

@@ -41,9 +41,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.rivals import BARE_LOOP, Rival
-from slipstream.bench.workloads import BACKWARD_SECONDS, FORWARD_SECONDS
-from slipstream.bench.world import World, compete
+from slipstream.tools.bench.contenders import BARE_LOOP, Rival
+from slipstream.tools.bench.turns import World, compete
+from slipstream.tools.bench.workloads import BACKWARD_SECONDS, FORWARD_SECONDS
 
 
 def run_table(console: Console, world: World) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ import torch
 
 from slipstream import StepReport, launch
 from slipstream.checkpoint import Part, Store
-from slipstream.config import (
+from slipstream.config.schema import (
     CheckpointSection,
     Config,
     EvaluationSection,
@@ -55,12 +55,12 @@ from slipstream.config import (
     RunSection,
     TrainSection,
 )
-from slipstream.metrics import finite
-from slipstream.model import num_parameters
-from slipstream.parts import check
-from slipstream.pipeline import Requests, Transport
-from slipstream.saving import Saver
-from slipstream.trainer import make_pipeline
+from slipstream.observe.metrics import finite
+from slipstream.pipeline import Requests
+from slipstream.train.build import build_components
+from slipstream.train.checkpointing import Saver
+from slipstream.train.process import make_pipeline
+from slipstream.transport.base import Transport
 
 NUM_STAGES = 2
 WARM_UP, DRAIN = 6, 2
@@ -148,12 +148,12 @@ class TimedStore(Store):
 def run_stage(transport: Transport, config: Config, plan: Plan) -> StageRun:
     """As `train_stage`, but that the plan says when to save."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.num_stages))
-    parts = check(config)
+    components = build_components(config)
     said: list[str] = []
     began = time.perf_counter()
     store = TimedStore(Path(config.run.folder), lambda: time.perf_counter() - began)
-    pipeline = make_pipeline(transport, config, parts, lambda: Requests(busy=saver.is_busy))
-    saver = Saver(config, parts.model, transport, pipeline, store, said.append)
+    pipeline = make_pipeline(transport, config, components, lambda: Requests(busy=saver.is_busy))
+    saver = Saver(config, components.model, transport, pipeline, store, said.append)
     speaks = transport.stage == transport.num_stages - 1
     ends: list[float] = []
     copies: list[Copied] = []
@@ -377,9 +377,9 @@ def main() -> None:
             checkpoint=CheckpointSection(every_steps=1, at_end=False),  # the plan asks for some of them
             run=RunSection(folder=folder),
         )
-        model = check(config).model
+        model = build_components(config).model
         print(
-            f"{num_parameters(model):,} parameters, {arguments.blocks} blocks of {plan.block_steps} steps", flush=True
+            f"{model.num_parameters():,} parameters, {arguments.blocks} blocks of {plan.block_steps} steps", flush=True
         )
         load_before = os.getloadavg()[0]
         is_forked = sys.platform == "linux"
@@ -392,7 +392,7 @@ def main() -> None:
     result = evaluate(plan, stages)
     facts = {
         "preset": arguments.preset,
-        "parameters": num_parameters(model),
+        "parameters": model.num_parameters(),
         "sequence_length": model.sequence_length,
         "microbatches": arguments.microbatches,
         "plan": asdict(plan),

@@ -3,7 +3,7 @@
     python benchmarks/device_waits.py
 
 A call that returns only when the kernel has ended is one that can hold up a rank whose device spins in an operation of
-NCCL. slipstream/pipeline/nccl.py says why that must not matter.
+NCCL. slipstream/transport/nccl.py says why that must not matter.
 """
 
 from __future__ import annotations

@@ -36,12 +36,19 @@ from unittest import mock
 import torch
 
 from slipstream import StepReport, launch, reference_run
-from slipstream.config import Config, EvaluationSection, ModelSection, OptimizerSection, PipelineSection, TrainSection
-from slipstream.loss import decoder_and_loss
-from slipstream.model import initialise
-from slipstream.parts import Parts, check
-from slipstream.pipeline.comm import Transport
-from slipstream.trainer import make_pipeline
+from slipstream.config.schema import (
+    Config,
+    EvaluationSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    TrainSection,
+)
+from slipstream.model.chunked_loss import decoder_and_loss
+from slipstream.model.decoder import initialise
+from slipstream.train.build import Components, build_components
+from slipstream.train.process import make_pipeline
+from slipstream.transport.base import Transport
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -64,9 +71,9 @@ def configuration(arguments: argparse.Namespace, **pipeline: Any) -> Config:
     )
 
 
-def train(config: Config, parts: Parts) -> tuple[dict[str, torch.Tensor], list[float]]:
+def train(config: Config, components: Components) -> tuple[dict[str, torch.Tensor], list[float]]:
     def worker(transport: Transport) -> tuple[dict[str, torch.Tensor], list[float]]:
-        pipeline = make_pipeline(transport, config, parts)
+        pipeline = make_pipeline(transport, config, components)
         losses = [report.loss for report in pipeline.run() if isinstance(report, StepReport)]
         return pipeline.weights(), losses
 
@@ -74,43 +81,45 @@ def train(config: Config, parts: Parts) -> tuple[dict[str, torch.Tensor], list[f
     return {name: weight for weights, _ in stages for name, weight in weights.items()}, stages[-1][1]
 
 
-def reference(config: Config, parts: Parts, moved: float = 0.0) -> tuple[dict[str, torch.Tensor], list[float]]:
+def reference(
+    config: Config, components: Components, moved: float = 0.0
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """moved: all weights at the beginning, by this share of them."""
-    model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
+    model, loss = decoder_and_loss(components.model, config.train.loss_chunk_tokens)
     device = torch.device(config.train.device)
     model.to(device)
-    initialise(model, parts.model, config.train.seed)
+    initialise(model, components.model, config.train.seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + moved)
 
     def data(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = parts.batches(step, microbatch)
+        inputs, targets = components.batches(step, microbatch)
         return inputs.to(device), targets.to(device)
 
     return reference_run(
         model,
         data=data,
         loss=loss,
-        groups=parts.groups,
+        groups=components.groups,
         num_microbatches=config.pipeline.microbatches,
         num_steps=config.train.steps,
         delays=[1],
-        learning_rate=parts.learning_rate,
-        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+        learning_rate=components.learning_rate,
+        loss_scale=lambda step: 1 / components.batches.num_tokens(step),
         dtype=getattr(torch, config.train.compute_dtype),
         gradient_dtype=torch.float32,
     )
 
 
-def follow_the_oracle(config: Config, parts: Parts) -> dict[str, Any]:
-    expected, expected_losses = reference(config, parts)
-    start = reference(replace(config, train=replace(config.train, steps=0)), parts)[0]
+def follow_the_oracle(config: Config, components: Components) -> dict[str, Any]:
+    expected, expected_losses = reference(config, components)
+    start = reference(replace(config, train=replace(config.train, steps=0)), components)[0]
     moved = norm([expected[name] - weight for name, weight in start.items()])
     found: dict[str, Any] = {"oracle_losses": expected_losses}
     for who, (weights, losses) in {
-        "the pipeline": train(config, parts),
-        "the oracle, moved by 1e-7": reference(config, parts, 1e-7),
+        "the pipeline": train(config, components),
+        "the oracle, moved by 1e-7": reference(config, components, 1e-7),
     }.items():
         apart = [abs(ours - theirs) / theirs for ours, theirs in zip(losses, expected_losses, strict=True)]
         found[who] = {
@@ -125,7 +134,7 @@ def norm(tensors: list[torch.Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
-def weigh(config: Config, parts: Parts) -> dict[str, int]:
+def weigh(config: Config, components: Components) -> dict[str, int]:
     """Bytes that the copies of the weights asked for, and how many numbers they are copies of."""
     device = torch.device(config.train.device)
 
@@ -142,7 +151,7 @@ def weigh(config: Config, parts: Parts) -> dict[str, int]:
         together.wait()
         before = asked()
         together.wait()
-        pipeline = make_pipeline(transport, config, parts)
+        pipeline = make_pipeline(transport, config, components)
         together.wait()
         after = asked()
         together.wait()
@@ -159,15 +168,15 @@ def weigh(config: Config, parts: Parts) -> dict[str, int]:
     }
 
 
-def count_waits(config: Config, parts: Parts) -> dict[str, float]:
+def count_waits(config: Config, components: Components) -> dict[str, float]:
     """Per step: by the profiler, whose threads have no names, and by the names of the threads that wait for events."""
     short, long = (replace(config, train=replace(config.train, steps=steps)) for steps in (10, 30))
-    train(short, parts)  # everything lazy has happened
-    few, many = profile(short, parts), profile(long, parts)
+    train(short, components)  # everything lazy has happened
+    few, many = profile(short, components), profile(long, components)
     return {name: (many[name] - few[name]) / 20 for name in sorted(many | few)}
 
 
-def profile(config: Config, parts: Parts) -> Counter[str]:
+def profile(config: Config, components: Components) -> Counter[str]:
     waits: Counter[str] = Counter()
     wait_for_event = torch.cuda.Event.synchronize
 
@@ -180,7 +189,7 @@ def profile(config: Config, parts: Parts) -> Counter[str]:
         mock.patch.object(torch.cuda.Event, "synchronize", counted),
         torch.profiler.profile(activities=activities) as p,
     ):
-        train(config, parts)
+        train(config, components)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "profile.json")
         p.export_chrome_trace(str(path))
@@ -207,14 +216,14 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)  # else the oracle does not even follow itself
     config = configuration(arguments)
-    parts = check(config)
+    components = build_components(config)
     found: dict[str, Any] = {}
     print(f"{arguments.steps} steps of {arguments.preset} on {arguments.stages} stages, away from the oracle:")
     marks = sorted({1, 2, 5, 10, 20, arguments.steps} & set(range(arguments.steps + 1)))
     print("  | computed in | who | parameters | " + " | ".join(f"loss, step {mark}" for mark in marks) + " |")
     print("  |---|---|" + "---:|" * (1 + len(marks)))
     for dtype in ("float32", "bfloat16"):
-        oracle = follow_the_oracle(replace(config, train=replace(config.train, compute_dtype=dtype)), parts)
+        oracle = follow_the_oracle(replace(config, train=replace(config.train, compute_dtype=dtype)), components)
         found[dtype] = oracle
         expected = oracle["oracle_losses"]
         for who in ("the pipeline", "the oracle, moved by 1e-7"):
@@ -229,10 +238,10 @@ def main() -> None:
             "two versions and error feedback": config,
         }
         for (way, chosen), per_number in zip(ways.items(), (6, 8, 8), strict=True):
-            weight = found[way] = weigh(chosen, parts)
+            weight = found[way] = weigh(chosen, components)
             rule = per_number * weight["numbers"] + weight["tables"]
             print(f"  {way}: {weight['bytes']:,} bytes, by the rule {rule:,}")
-        found["waits"] = count_waits(config, parts)
+        found["waits"] = count_waits(config, components)
         print("  per step, what waits for the device, beside what is launched:")
         for name, count in found["waits"].items():
             print(f"    {name} {count:.1f}")

@@ -36,15 +36,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import Config, ModelSection, model_config
-from slipstream.model import decoder, layer_costs
+from slipstream.config.models import model_of
+from slipstream.config.schema import Config, ModelSection
+from slipstream.model.decoder import decoder, layer_costs
 from slipstream.optim import AdamW, Muon, assign, kernels, muon_and_adamw
 from slipstream.optim.rules import AT_ONCE, WIDE
 from slipstream.pipeline import partition
 from slipstream.pipeline.partition import cut
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import WeightVersions
-from slipstream.plan.live import LiveBytes
+from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.tools.plan.live import LiveBytes
 
 NS_STEPS = 5
 PRODUCT = "bf16 product"
@@ -175,7 +176,7 @@ def switched(contender: Contender) -> Iterator[None]:
 
 def stage_layers(preset: str, num_stages: int, stage: int) -> nn.Sequential:
     """On the meta device."""
-    model = model_config(Config(model=MINIATURE if preset == "miniature" else ModelSection(preset=preset)), 0)
+    model = model_of(Config(model=MINIATURE if preset == "miniature" else ModelSection(preset=preset)), 0)
     with torch.device("meta"):
         whole = decoder(model)
     return cut(whole, partition(layer_costs(model, model.sequence_length), num_stages), stage)

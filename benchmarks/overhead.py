@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.bench.workloads import SleepingLayer, sleep_precisely
-from slipstream.pipeline.comm import Transport
+from slipstream.tools.bench.workloads import SleepingLayer, sleep_precisely
+from slipstream.transport.base import Transport
 
 NUM_MICROBATCHES, NUM_PARTS = 2, 8
 ACTIONS_PER_STEP = 2 * NUM_MICROBATCHES + 1

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.bench.world import meet
-from slipstream.config import Config, ModelSection, PipelineSection, TrainSection, model_config
-from slipstream.model import decoder, initialise, layer_costs, next_token_loss
-from slipstream.pipeline.comm import Transport
+from slipstream.config.models import model_of
+from slipstream.config.schema import Config, ModelSection, PipelineSection, TrainSection
+from slipstream.model.decoder import decoder, initialise, layer_costs, next_token_loss
 from slipstream.pipeline.partition import partition
-from slipstream.plan.profile import measure_profile
+from slipstream.tools.bench.turns import meet
+from slipstream.tools.plan.profile import measure_profile
+from slipstream.transport.base import Transport
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 2, 4, 7
 VOCABULARY = 8192
@@ -49,7 +50,7 @@ CONFIG = Config(
 def measure(transport: Transport, cuts: list[list[int]], num_rounds: int) -> list[list[float]]:
     """Seconds per step by cut and round, on this stage."""
     torch.set_num_threads(1)
-    model_settings = model_config(CONFIG, VOCABULARY)
+    model_settings = model_of(CONFIG, VOCABULARY)
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_MICROBATCHES, CONFIG.train.microbatch_size, model_settings.sequence_length + 1)
     tokens = torch.randint(model_settings.vocab_size, shape, generator=generator)
@@ -81,12 +82,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every round's figures here")
     arguments = parser.parse_args()
     console = Console()
-    model = model_config(CONFIG, VOCABULARY)
+    model = model_of(CONFIG, VOCABULARY)
     num_layers = model.num_layers + 2
     torch.set_num_threads(1)
     with console.status("profiling the layers"):
         profile = measure_profile(CONFIG, model, lambda kind: None)
-    measured = [layer.compute for layer in profile.costs(model, Path("profile.json")).layers]
+    measured = [layer.compute for layer in profile.layer_costs(model, Path("profile.json"))]
     chosen = {
         "equal counts": partition([1.0] * num_layers, NUM_STAGES),
         "FLOPs": partition(layer_costs(model, model.sequence_length), NUM_STAGES),

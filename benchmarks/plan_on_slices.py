@@ -21,9 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slipstream.bench.workloads import GpuSetting, Placement, layers_per_chunk
-from slipstream.plan.predict import predict, why_not
-from slipstream.plan.profile import Profile, read_profile
+from slipstream.tools.bench.workloads import GpuSetting, Placement, layers_per_chunk
+from slipstream.tools.plan.costs import measured_costs
+from slipstream.tools.plan.predict import predict, why_not
+from slipstream.train.layer_profile import Profile, read_profile
 
 NAMES = {
     "ScheduleGPipe": "gpipe",
@@ -46,7 +47,7 @@ def rows(
 ) -> list[tuple[str, int, float, float]]:
     """Of one command of the bench: rival, microbatches, measured and predicted seconds."""
     setting, num_stages = GpuSetting(**world["gpu"]), world["num_stages"]
-    costs = profile.costs(setting.config(num_stages), path)
+    costs = measured_costs(profile, setting.config(num_stages), path)
     sizes = layers_per_chunk(Placement(num_stages), [setting.blocks] * num_stages)
     messages = [each["message_seconds"] for rival in world["rivals"] for each in rival["rounds"]]
     latency = median([seconds for seconds in messages if seconds] or [0.0])

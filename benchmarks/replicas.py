@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.bench.rivals import steady
-from slipstream.bench.workloads import BACKWARD_SECONDS, FORWARD_SECONDS, Placement, emulated
-from slipstream.bench.world import settle_stage
-from slipstream.pipeline.comm import Exchange, Transport
-from slipstream.pipeline.link import Waiting
+from slipstream.tools.bench.contenders import steady
+from slipstream.tools.bench.turns import settle_stage
+from slipstream.tools.bench.workloads import BACKWARD_SECONDS, FORWARD_SECONDS, Placement, emulated
+from slipstream.transport.base import Exchange, Transport
+from slipstream.transport.link import Waiting
 
 SLOT_SECONDS = FORWARD_SECONDS + BACKWARD_SECONDS
 WAYS = {

@@ -1,4 +1,4 @@
-"""What it costs to change the shape of a run, and whether training stays where it was going.
+"""What it costs to change the layout of a run, and whether training stays where it was going.
 
     .venv/bin/python benchmarks/reshape.py                            about ten minutes; nothing else should run
     .venv/bin/python benchmarks/reshape.py --oracle                   the second question alone, in float64
@@ -6,7 +6,7 @@
 
 1. The pause. `slipstream train` in four processes, 2 -> 4 -> 2 stages, 50 million parameters in float32, Muon with
    error feedback, clipping: so two weight versions, masters and momentum move, 16 bytes a parameter. Several rounds;
-   the pause is what the run itself reports: while nobody computes, from when the last stage of one shape has made its
+   the pause is what the run itself reports: while nobody computes, from when the last stage of one layout has made its
    last update until all stages of the next are there. The time that a pipeline takes to drain and to fill is apart: it
    is in the steps before and after.
 2. The trajectory. The same in float64 beside slipstream.reference_run, which knows no stages: the largest difference of
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from slipstream.config import (
+from slipstream.config.schema import (
     CheckpointSection,
     Config,
     EvaluationSection,
@@ -38,10 +38,9 @@ from slipstream.config import (
     PipelineSection,
     RunSection,
     TrainSection,
-    to_toml,
 )
-from slipstream.model import num_parameters
-from slipstream.parts import check
+from slipstream.config.toml import to_toml
+from slipstream.train.build import build_components
 
 STEPS, RESHAPE = 6, ("2=4", "4=2")
 
@@ -121,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(arguments.layers, Path(folder))
-        parameters = num_parameters(check(config).model)
+        parameters = build_components(config).model.num_parameters()
         machine = f"{parameters:,} parameters, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
         if arguments.oracle:
             found: dict[str, Any] = {"difference": run_in_float64(config)}

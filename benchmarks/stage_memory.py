@@ -20,14 +20,15 @@ from alone import Alone
 from torch import Tensor, nn
 
 from slipstream import Pipeline
-from slipstream.config import Config, EvaluationSection, ModelSection, OptimizerSection, TrainSection, model_config
-from slipstream.loss import decoder_and_loss
-from slipstream.model import initialise, layer_costs
-from slipstream.parts import parameter_groups, recomputed_layers
+from slipstream.config.models import model_of, recomputed_layers
+from slipstream.config.optimizers import parameter_groups
+from slipstream.config.schema import Config, EvaluationSection, ModelSection, OptimizerSection, TrainSection
+from slipstream.model.chunked_loss import decoder_and_loss
+from slipstream.model.decoder import initialise, layer_costs
 from slipstream.pipeline import partition
-from slipstream.plan.live import LiveBytes
-from slipstream.plan.memory import MemoryModel, Stage, StageMemory
-from slipstream.plan.predict import FLUSHING, StageCosts, predict
+from slipstream.tools.plan.live import LiveBytes
+from slipstream.tools.plan.memory import MemoryModel, Stage, StageMemory
+from slipstream.tools.plan.predict import FLUSHING, StageCosts, predict
 
 GIB = 2**30
 
@@ -79,12 +80,12 @@ def predict_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
         background_update=given.schedule == "two_bw",
         flushes=given.schedule in FLUSHING,
     )
-    model = MemoryModel(config, model_config(config, 0), given.device)
+    model = MemoryModel(config, model_of(config, 0), given.device)
     return model.stage_memory(stage, given.microbatch_size)
 
 
 def measure_memory(given: argparse.Namespace, config: Config, sizes: list[int]) -> int:
-    model, device, live = model_config(config, 0), torch.device(given.device), LiveBytes()
+    model, device, live = model_of(config, 0), torch.device(given.device), LiveBytes()
     shape = (given.microbatch_size, model.sequence_length, model.dim)
     counts = live if given.device == "cpu" else None
     transport = Alone(given.stage, given.stages, shape, device, given.microbatches, given.steps, counts)
@@ -132,7 +133,7 @@ def measure_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
 def main() -> None:
     given = parse()
     config = configure(given)
-    model = model_config(config, 0)
+    model = model_of(config, 0)
     sizes = partition(layer_costs(model, model.sequence_length), given.stages)
     predicted = predict_memory(given, config, sizes)
     print(

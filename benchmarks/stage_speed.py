@@ -35,23 +35,25 @@ import numpy as np
 import torch
 from alone import Alone
 
-from slipstream.config import (
+from slipstream.config.models import model_of
+from slipstream.config.optimizers import parameter_groups, peak_rates
+from slipstream.config.schema import (
     Config,
     EvaluationSection,
     ModelSection,
     OptimizerSection,
     PipelineSection,
     TrainSection,
-    model_config,
 )
 from slipstream.data import Batches, Tokens
-from slipstream.model import ModelConfig, layer_costs, layer_names
-from slipstream.parts import Parts, parameter_groups, peak_rates
+from slipstream.model.decoder import ModelConfig, layer_costs
+from slipstream.model.presets import PRESETS, layer_names
 from slipstream.pipeline import Pipeline, partition
 from slipstream.pipeline.clock import Activity, Span
-from slipstream.plan.profile import measure_profile, write_profile
-from slipstream.presets import PRESETS
-from slipstream.trainer import make_pipeline
+from slipstream.tools.plan.profile import measure_profile
+from slipstream.train.build import Components
+from slipstream.train.layer_profile import write_profile
+from slipstream.train.process import make_pipeline
 
 GIB = 2**30
 NOMINAL_FLOPS = 989e12
@@ -132,11 +134,11 @@ def configure(given: argparse.Namespace) -> Config:
     )
 
 
-def parts_of(config: Config, model: ModelConfig, layers_per_stage: list[int]) -> Parts:
+def components_of(config: Config, model: ModelConfig, layers_per_stage: list[int]) -> Components:
     """As `slipstream train` has them, with random tokens for a corpus."""
     length, size, count = model.sequence_length, config.train.microbatch_size, config.pipeline.microbatches
     ids = np.random.default_rng(0).integers(model.vocab_size, size=8 * length + 1)
-    return Parts(
+    return Components(
         model=model,
         batches=Batches(Tokens((ids,)), length, size, count),
         validation=None,
@@ -147,12 +149,12 @@ def parts_of(config: Config, model: ModelConfig, layers_per_stage: list[int]) ->
     )
 
 
-def play(given: argparse.Namespace, config: Config, parts: Parts) -> Pipeline:
-    device, model = torch.device(given.device), parts.model
+def play(given: argparse.Namespace, config: Config, components: Components) -> Pipeline:
+    device, model = torch.device(given.device), components.model
     shape = (given.microbatch_size, model.sequence_length, model.dim)
     dtype = getattr(torch, given.dtype)
     transport = Alone(given.stage, given.stages, shape, device, given.microbatches, given.steps, dtype=dtype)
-    pipeline = make_pipeline(transport, config, parts)
+    pipeline = make_pipeline(transport, config, components)
     for report in pipeline.run():
         if device.type == "cuda" and report.step == 0:
             torch.cuda.reset_peak_memory_stats()  # not counting the compiler's trials
@@ -161,7 +163,7 @@ def play(given: argparse.Namespace, config: Config, parts: Parts) -> Pipeline:
 
 def measure(given: argparse.Namespace, pipeline: Pipeline) -> dict[str, float]:
     """Seconds of a step and of its parts, in the steady state."""
-    count, spans = given.microbatches, list(pipeline.executor.clock.spans)
+    count, spans = given.microbatches, list(pipeline.clock.spans)
     begins = {span.action.microbatch: span.start for span in spans if span.activity is Activity.FORWARD}
     first, last = given.warmup_steps * count, (given.steps - 1) * count
     start, end = begins[first], begins[last]
@@ -214,7 +216,7 @@ def _wait(device: torch.device) -> None:
 def main() -> None:
     given = parse()
     config = configure(given)
-    model, device = model_config(config, 0), torch.device(given.device)
+    model, device = model_of(config, 0), torch.device(given.device)
     sizes = list(given.layers_per_stage) or partition(layer_costs(model, model.sequence_length), given.stages)
     first = sum(sizes[: given.stage])
     names = layer_names(model)[first : first + sizes[given.stage]]
@@ -226,7 +228,7 @@ def main() -> None:
     )
     ceiling = measure_ceiling(device)
     started = time.perf_counter()
-    pipeline = play(given, config, parts_of(config, model, sizes))
+    pipeline = play(given, config, components_of(config, model, sizes))
     seconds = measure(given, pipeline)
     tokens = given.microbatches * given.microbatch_size * model.sequence_length
     flops = tokens * flops_per_token(model, first, sizes[given.stage]) / seconds["step"]

@@ -16,12 +16,11 @@ from dataclasses import replace
 
 import torch
 
-from slipstream.config import Config, EvaluationSection, ModelSection, PipelineSection, TrainSection
-from slipstream.data import DataConfig
+from slipstream.config.schema import Config, DataConfig, EvaluationSection, ModelSection, PipelineSection, TrainSection
 from slipstream.optim import optimizer as optimizers
-from slipstream.parts import check
-from slipstream.study.cell import Cell
-from slipstream.study.delayed import DelayedRun
+from slipstream.tools.study.cell import Cell
+from slipstream.tools.study.delayed import DelayedRun
+from slipstream.train.build import build_components
 
 STEPS = 200
 ROUNDS = 3
@@ -51,12 +50,14 @@ def measure(
     """Milliseconds a step, and the optimizer's share."""
     section = replace(base.optimizer, name=name, learning_rate=0.001, newton_schulz_dtype=newton_schulz)
     config = replace(base, optimizer=section, train=replace(base.train, microbatch_size=size))
-    parts = check(config)
-    parts = replace(parts, groups=[replace(group, stacks=group.stacks and is_stacked) for group in parts.groups])
+    components = build_components(config)
+    components = replace(
+        components, groups=[replace(group, stacks=group.stacks and is_stacked) for group in components.groups]
+    )
     whole = optimizers.STACK_ELEMENTS
     optimizers.STACK_ELEMENTS = whole if is_stacked else 1
     try:
-        run = DelayedRun(Cell(config, compute_dtype=dtype, compile_mode=mode), parts, torch.device("cuda"))
+        run = DelayedRun(Cell(config, compute_dtype=dtype, compile_mode=mode), components, torch.device("cuda"))
         started = 0.0
         for done in run.train():
             if done == STEPS // 2:

@@ -37,8 +37,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from slipstream.arguments import RunFailure
-from slipstream.bench.slices import sliced
+from slipstream.errors import RunFailure
+from slipstream.tools.bench.slices import sliced
 
 SYNCHRONOUS, ZERO_BUBBLE, DELAYED = "1F1B", "torch ZBVZeroBubble", "2BW + EF"
 COLOURS = {SYNCHRONOUS: "#6b7280", ZERO_BUBBLE: "#3a84c4", DELAYED: "#e8952c"}

@@ -25,19 +25,21 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from slipstream import launch
-from slipstream.arguments import parse
-from slipstream.bench.rivals import TORCH_SHAPES, nccl_group
-from slipstream.bench.workloads import Placement
-from slipstream.config import Config, load_toml
-from slipstream.defaults import settled
-from slipstream.loss import decoder_and_loss
-from slipstream.model import initialise, layer_costs
-from slipstream.parts import Parts, check
-from slipstream.pipeline.comm import ProcessTransport, Transport
+from slipstream.cli.parse import parse
+from slipstream.config.defaults import precision_of, settled
+from slipstream.config.schema import Config
+from slipstream.config.toml import load_toml
+from slipstream.model.chunked_loss import decoder_and_loss
+from slipstream.model.decoder import initialise, layer_costs
 from slipstream.pipeline.partition import cut, partition
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import WeightVersions
-from slipstream.trainer import run_folder
+from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.tools.bench.contenders import TORCH_SHAPES, nccl_group
+from slipstream.tools.bench.workloads import Placement
+from slipstream.train.build import Components, build_components
+from slipstream.train.run_folder import run_folder
+from slipstream.transport.base import Transport
+from slipstream.transport.process import ProcessTransport
 
 
 @dataclass
@@ -55,18 +57,20 @@ class Chunk:
 
 class Trainer:
     def __init__(self, transport: ProcessTransport, name: str, config: Config) -> None:
-        self.parts: Parts = check(config)
+        self.components: Components = build_components(config)
         self.config, self.transport = config, transport
         self.device = torch.device(config.train.device)
-        self.dtype = getattr(torch, config.train.compute_dtype or config.train.dtype)
+        self.precision = precision_of(config)
         self.placement = placement = Placement(config.pipeline.stages, TORCH_SHAPES[name])
         self.indices = indices = placement.chunks(transport.stage)
         self.has_first, self.has_last = 0 in indices, placement.num_chunks - 1 in indices
         with torch.device("meta"):
-            model, self.loss = decoder_and_loss(self.parts.model)
-        sizes = self.parts.layers_per_stage
+            model, self.loss = decoder_and_loss(self.components.model)
+        sizes = self.components.layers_per_stage
         if placement.num_chunks != len(sizes):
-            sizes = partition(layer_costs(self.parts.model, self.parts.model.sequence_length), placement.num_chunks)
+            sizes = partition(
+                layer_costs(self.components.model, self.components.model.sequence_length), placement.num_chunks
+            )
         self.chunks = [self._chunk(cut(model, sizes, index)) for index in indices]
         group = nccl_group(transport) if self.device.type == "cuda" else None
         self.group = group
@@ -74,7 +78,7 @@ class Trainer:
             PipelineStage(chunk.module, index, placement.num_chunks, self.device, group=group)
             for chunk, index in zip(self.chunks, indices, strict=True)
         ]
-        tokens_per_step = self.parts.batches.num_tokens(0)
+        tokens_per_step = self.components.batches.num_tokens(0)
         self.schedule: Any = getattr(pipelining, name)(
             stages[0] if placement.shape == "single" else stages,
             config.pipeline.microbatches,
@@ -85,16 +89,15 @@ class Trainer:
     def _chunk(self, module: nn.Sequential) -> Chunk:
         train = self.config.train
         module.to(getattr(torch, train.dtype)).to_empty(device=self.device)
-        initialise(module, self.parts.model, train.seed)
-        summed = getattr(torch, train.gradient_dtype or train.dtype)
-        versions = WeightVersions(module, 1, dtype=self.dtype, gradient_dtype=summed)
-        updater = Updater(versions, self.parts.groups, {}, self.parts.learning_rate, False, self.device)
+        initialise(module, self.components.model, train.seed)
+        versions = WeightVersions(module, 1, dtype=self.precision.compute, gradient_dtype=self.precision.gradient)
+        updater = Updater(versions, self.components.groups, {}, self.components.learning_rate, False, self.device)
         return Chunk(module, versions, updater)
 
     def run(self, rows: Path) -> None:
         began = time.perf_counter()
         for step in range(self.config.train.steps):
-            pairs = [self.parts.batches(step, index) for index in range(self.config.pipeline.microbatches)]
+            pairs = [self.components.batches(step, index) for index in range(self.config.pipeline.microbatches)]
             inputs = (torch.cat([x for x, _ in pairs]).to(self.device),) if self.has_first else ()
             asked: dict[str, Any] = {}
             if self.has_last:
@@ -113,7 +116,7 @@ class Trainer:
 
     @torch.no_grad()
     def _update(self, step: int) -> None:
-        groups = self.parts.groups
+        groups = self.components.groups
         taken = [chunk.versions.take_gradients(chunk.versions.newest) for chunk in self.chunks]
         squares = torch.zeros(len(groups), dtype=torch.float64, device=self.device)
         for chunk, gradients in zip(self.chunks, taken, strict=True):
@@ -133,7 +136,7 @@ class Trainer:
     def _evaluate(self) -> float | None:
         """The mean over all held-out tokens, where it is known. One batch after the other passes through the chunks,
         because torch's schedules with two chunks to a process cannot evaluate."""
-        validation, shape = self.parts.validation, self.parts.model
+        validation, shape = self.components.validation, self.components.model
         assert validation is not None
         total, num_tokens = 0.0, 0
         for index in range(len(validation)):
@@ -142,7 +145,7 @@ class Trainer:
                 if self.placement.process(chunk) != self.transport.stage:
                     continue
                 if chunk > 0 and (source := self.placement.process(chunk - 1)) != self.transport.stage:
-                    inputs = torch.empty(*targets.shape, shape.dim, dtype=self.dtype, device=self.device)
+                    inputs = torch.empty(*targets.shape, shape.dim, dtype=self.precision.compute, device=self.device)
                     self._pass(dist.irecv, inputs, source)
                 inputs = self.chunks[self.indices.index(chunk)].module(inputs)
                 last = chunk + 1 == self.placement.num_chunks
@@ -169,7 +172,7 @@ def main() -> None:
     default = load_toml(Path(arguments.pop(0))) if arguments and not arguments[0].startswith("-") else Config()
     config = parse(Config, arguments, "torch_training.py SCHEDULE [CONFIG.toml]", __doc__ or "", default)
     config = settled(config)
-    check(config)
+    build_components(config)
     run_folder(config).mkdir(parents=True)
     launch(
         partial(work, name=name, config=config),

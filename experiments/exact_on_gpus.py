@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from oracle import largest_difference
 
-from slipstream.config import Config, EvaluationSection, ModelSection, PipelineSection, RunSection, TrainSection
-from slipstream.trainer import train
+from slipstream.config.schema import Config, EvaluationSection, ModelSection, PipelineSection, RunSection, TrainSection
+from slipstream.train.trainer import train
 
 LIMIT = 1e-12
 NUM_PROCESSES = 4

@@ -19,38 +19,40 @@ from torch import Tensor
 
 from slipstream import reference_run
 from slipstream.checkpoint import Store
-from slipstream.config import ConfigError, load_toml, schedule_of
-from slipstream.loss import decoder_and_loss
-from slipstream.model import initialise
-from slipstream.parts import check
+from slipstream.config.rules import schedule_of
+from slipstream.config.toml import load_toml
+from slipstream.errors import ConfigError
+from slipstream.model.chunked_loss import decoder_and_loss
+from slipstream.model.decoder import initialise
+from slipstream.train.build import build_components
 
 
 def largest_difference(folder: Path, device: torch.device | str = "cpu") -> float:
     """device: where the oracle computes."""
     config = load_toml(folder / "config.toml")
-    parts = check(config)
+    components = build_components(config)
     found = Store(folder / "checkpoints").newest(print)
     if found is None or found.step != config.train.steps:
         raise SystemExit(f"{folder} has no checkpoint of step {config.train.steps}: let it end first")
-    model, loss = decoder_and_loss(parts.model, config.train.loss_chunk_tokens)
+    model, loss = decoder_and_loss(components.model, config.train.loss_chunk_tokens)
     model.to(getattr(torch, config.train.dtype))
-    initialise(model, parts.model, config.train.seed)
+    initialise(model, components.model, config.train.seed)
     model.to(device)
     schedule = schedule_of(config)
     num_stages, is_paci = schedule.num_stages, schedule.name == "paci"
     expected, _ = reference_run(
         model,
-        data=lambda step, microbatch: tuple(part.to(device) for part in parts.batches(step, microbatch)),
+        data=lambda step, microbatch: tuple(part.to(device) for part in components.batches(step, microbatch)),
         loss=loss,
-        groups=parts.groups,
+        groups=components.groups,
         num_microbatches=config.pipeline.microbatches * config.pipeline.replicas,
         num_steps=config.train.steps,
         delays=[schedule.delay(stage) for stage in range(num_stages)],
-        layers_per_stage=parts.layers_per_stage,
+        layers_per_stage=components.layers_per_stage,
         drift_warmups=[(num_stages - 1 - s) * config.pipeline.replicas for s in range(num_stages)] if is_paci else None,
         sync_start_steps=schedule.sync_start_steps,
-        learning_rate=parts.learning_rate,
-        loss_scale=lambda step: 1 / parts.batches.num_tokens(step),
+        learning_rate=components.learning_rate,
+        loss_scale=lambda step: 1 / components.batches.num_tokens(step),
     )
 
     def difference(name: str, weight: Tensor) -> float:

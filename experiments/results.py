@@ -15,9 +15,9 @@ from typing import Any
 
 from page import with_table
 
-from slipstream.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
-from slipstream.study.record import Record, read_records
-from slipstream.study.results import courses, markdown_table, rows, sweep_table, token_overhead
+from slipstream.tools.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
+from slipstream.tools.study.record import Record, read_records
+from slipstream.tools.study.results import courses, markdown_table, rows, sweep_table, token_overhead
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

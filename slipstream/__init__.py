@@ -5,16 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .optim import AdamW, Group, Muon, muon_and_adamw
-    from .pipeline import EvaluationReport, Pipeline, StepReport, launch
+    from .pipeline import Evaluation, EvaluationReport, Pipeline, StepReport
+    from .precision import Precision
     from .reference import reference_run
     from .schedule import Schedule
+    from .transport.launch import launch
 
 __all__ = [
     "AdamW",
+    "Evaluation",
     "EvaluationReport",
     "Group",
     "Muon",
     "Pipeline",
+    "Precision",
     "Schedule",
     "StepReport",
     "launch",
@@ -24,9 +28,11 @@ __all__ = [
 
 _HOMES = {
     "optim": ("AdamW", "Group", "Muon", "muon_and_adamw"),
-    "pipeline": ("EvaluationReport", "Pipeline", "StepReport", "launch"),
+    "pipeline": ("Evaluation", "EvaluationReport", "Pipeline", "StepReport"),
+    "precision": ("Precision",),
     "reference": ("reference_run",),
     "schedule": ("Schedule",),
+    "transport.launch": ("launch",),
 }
 
 

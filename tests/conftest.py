@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.config import Config, EvaluationSection, ModelSection, PipelineSection, RunSection, TrainSection
-from slipstream.data import DataConfig
+from slipstream.config.schema import (
+    Config,
+    DataConfig,
+    EvaluationSection,
+    ModelSection,
+    PipelineSection,
+    RunSection,
+    TrainSection,
+)
 
 # Stages are forked from the process that runs the tests, and the fork of a process that has computed with a second
 # thread may hang. On ARM, oneDNN starts threads whatever limit it is given.

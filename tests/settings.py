@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config import Config
+from slipstream.config.schema import Config
 
 
 def changed(config: Config, **fields: Any) -> Config:

@@ -2,6 +2,7 @@
 
 from .batches import Batches, ValidationBatches, validation_batches
 from .corpus import Corpus, DataConfig, load_corpus
+from .loaders import corpus_of
 from .prepare import prepare
 from .tokens import DataError, Tokens
 
@@ -12,6 +13,7 @@ __all__ = [
     "DataError",
     "Tokens",
     "ValidationBatches",
+    "corpus_of",
     "load_corpus",
     "prepare",
     "validation_batches",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model import IGNORE
+from ..model.decoder import IGNORE
 from .tokens import DataError, Tokens
 
 BLOCK = 1024

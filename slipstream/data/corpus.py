@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config import BUILTIN, DataConfig
-from ..reading import read_plain_file
+from ..config.files import read_plain_file
+from ..config.schema import BUILTIN, DataConfig
 from .shards import DTYPES, read_shard, tokenizer_beside
 from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, name_of, read_pieces
 from .tokens import DataError, Tokens, num_held_out
@@ -48,8 +48,8 @@ class _Part:
     tokenizer_json: bytes | None = None
 
 
-def load_corpus(config: DataConfig, vocab_size: int | None = None) -> Corpus:
-    """Read or map everything `config` names, and check it, also against the model's `vocab_size` if given.
+def load_corpus(config: DataConfig) -> Corpus:
+    """Reads or maps everything `config` names, and checks it.
 
     Text is held in memory as ids; prepare shards from what is too large for that.
     """
@@ -71,8 +71,6 @@ def load_corpus(config: DataConfig, vocab_size: int | None = None) -> Corpus:
     if len(tokenizers := sorted({part.tokenizer for part in every})) > 1:
         raise DataError(f"data.sources mixes ids made by {' and '.join(tokenizers)}: keep to one tokenizer.")
     largest = max(part.vocab_size for part in every)
-    if vocab_size is not None and largest > vocab_size:
-        raise DataError(f"model.vocab_size is {vocab_size}, but the data has {largest} token ids: raise it to that.")
 
     train = Tokens(tuple(part.ids for part in parts if not part.held_out))
     held_out = Tokens(tuple(part.ids for part in held_out_parts or parts if part.held_out))

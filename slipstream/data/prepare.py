@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..reading import expand_home
+from ..config.files import expand_home
 from .shards import DTYPES, SPLITS, ShardInfo, sidecar, tokenizer_beside, write_sidecar
 from .text import SHARD_SUFFIX, Piece, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, num_held_out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..reading import read_plain_file
+from ..config.files import read_plain_file
 from .tokens import DataError
 
 DTYPES: dict[str, np.dtype] = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

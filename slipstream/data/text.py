@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..reading import expand_home
+from ..config.files import expand_home
 from .tokens import DataError
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")

@@ -131,8 +131,8 @@ def muon_and_adamw(
 
 
 def balance_experts(rate: float) -> Group:
-    """For the biases of routers (slipstream/moe.py), whose gradients say which experts had too many tokens. It stands
-    before any group that takes everything: `[balance_experts(0.001), *muon_and_adamw(...)]`.
+    """For the biases of routers (slipstream/model/experts.py), whose gradients say which experts had too many tokens.
+    It stands before any group that takes everything: `[balance_experts(0.001), *muon_and_adamw(...)]`.
 
     Nothing is clipped or decayed, and nothing predicted: a sign that turns around says nothing of the next one.
     """

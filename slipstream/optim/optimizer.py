@@ -21,15 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from . import kernels
-from .rules import (
-    NS_DTYPES,
-    SCALES,
-    adamw_step_from,
-    adamw_update,
-    momentum_weight,
-    orthogonal_update,
-    sign_update,
-)
+from .rules import NS_DTYPES, SCALES, adamw_step_from, adamw_update, momentum_weight, orthogonal_update, sign_update
 
 STACK_ELEMENTS = 2**24
 """Large matrices gain nothing from being stacked, and a stack costs several temporaries of its size."""

@@ -1,32 +1,8 @@
-"""Executes what schedule/ says: stages, their weight versions, and how they reach each other."""
+"""The engine: plays one stage's part of a schedule, with its weight versions and updates."""
 
-from .comm import Mesh, Transport
-from .crew import Crew
-from .executor import EvaluationReport, NonFiniteError, PipelineError, StepReport
-from .launch import StageFailure, launch, launch_crew, under_torchrun
+from .executor import Evaluation, EvaluationReport, StepReport
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
 from .reduction import Requests
-from .state import StageState, StateError
-from .threads import ThreadWorld
 
-__all__ = [
-    "Crew",
-    "EvaluationReport",
-    "Mesh",
-    "NonFiniteError",
-    "PartitionError",
-    "Pipeline",
-    "PipelineError",
-    "Requests",
-    "StageFailure",
-    "StageState",
-    "StateError",
-    "StepReport",
-    "ThreadWorld",
-    "Transport",
-    "launch",
-    "launch_crew",
-    "partition",
-    "under_torchrun",
-]
+__all__ = ["Evaluation", "EvaluationReport", "PartitionError", "Pipeline", "Requests", "StepReport", "partition"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,37 +15,33 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..devices import peak_memory
+from ..errors import NonFiniteError, PipelineError
 from ..optim.correction import Alignment
 from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
-from .clock import Activity, Clock, Mark, TimeSplit
-from .comm import Transport
-from .link import Message, PeerLost, place_of
+from ..transport.base import Transport
+from ..transport.host_staging import copy_to_host
+from ..transport.link import Message, PeerLost, place_of
+from ..transport.streams import Streams, await_device, fetch
+from .clock import Activity, Clock, TimeSplit
 from .partition import Tied
-from .reduction import Finished, Later, Reducer, Requests, Sums
-from .sharding import gather_masters, share
-from .staging import copy_to_host
-from .streams import Event, Streams, await_device, fetch
+from .peak_memory import peak_memory
+from .reduction import Finished, Requests, Sums
 from .update import Updater
-from .versions import WeightVersions
+from .update_step import Place, UpdateMaker, UpdateStep
+from .weight_versions import WeightVersions
+from .zero1 import gather_masters
 
 LOOKAHEAD = 6
 """Actions. Two slots and a half: enough for both directions, and no more buffers than that."""
 
 Result = TypeVar("Result")
+
 Data = Callable[[int, int], tuple[Any, Any]]
 """(step, microbatch within it) -> (inputs, targets)"""
+
 Loss = Callable[[Any, Any], Tensor]
 """(outputs of the last layer, targets) -> scalar"""
-
-
-class NonFiniteError(RuntimeError):
-    """An inf or a nan in the loss or in a gradient; raised by every stage in the same step."""
-
-
-class PipelineError(RuntimeError):
-    """The run cannot go on because a stage failed; the message says which, and what was waited for."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,6 @@ class StepReport:
     """Per stage: where the time between the ends of its last two batches went."""
     gradient_norms: dict[str, float]
     """Per group, before clipping; of this stage alone where updates wait for no sum over stages."""
-    learning_rates: dict[str, float]
     alignments: dict[str, Alignment]
     """Per group, of the two updates before this one."""
     skipped: bool
@@ -95,11 +89,19 @@ class InFlight:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """An update whose batch has ended and whose deadline has not come."""
+class Evaluation:
+    """Held-out data, evaluated every few steps and after the last one. The pipeline is not drained for it."""
 
-    finish: Callable[[Action], StepReport]
-    """Waits for what is still missing, and makes the update if nobody has."""
+    data: Callable[[int], tuple[Any, Any]]
+    """Index of a batch -> (inputs, targets)"""
+    num_batches: int
+    every_steps: int = 0
+    """0: only after the last step."""
+    scale: float | None = None
+    """Factor of every batch's loss in the sum. None: 1 / num_batches, which gives their mean."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * (1 / max(1, self.num_batches) if self.scale is None else self.scale)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class Task:
     loss: Loss
     loss_scale: Callable[[int], float]
     """By step: what a microbatch's loss is multiplied by, so that a step's losses add up to the batch's loss."""
-    evaluation: Callable[[int], tuple[Any, Any]] | None = None
-    evaluation_scale: float = 1.0
+    evaluation: Evaluation | None = None
     requests: Callable[[], Requests] = Requests
     """Asked at the end of every batch: what this process would like to be done."""
     skip_non_finite: bool = False
@@ -141,24 +142,6 @@ class Executor:
         self._groups, self._task, self._device = groups, task, device
         self._owners = owners
         self._streams = Streams(device)
-        self._background = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix=f"update of stage {transport.stage}",
-            initializer=torch.set_num_threads,  # OpenMP starts every thread with a limit of its own
-            initargs=(torch.get_num_threads(),),
-        )
-        # A batch's last backward gets from the last stage to the first in so many steps, and what it tells with it.
-        self._later = Later(self._background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches))
-        self._reducer = Reducer(
-            transport,
-            [group.name for group in groups],
-            updater.group_of,
-            tied,
-            schedule.global_update,
-            owners,
-            reduction_dtype,
-            self._later,
-        )
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
         self._handlers = {
@@ -168,17 +151,30 @@ class Executor:
             Op.EVALUATE: self._evaluate,
         }
         self.clock = Clock(device, max(schedule.sync_start_steps, schedule.first_step), schedule.num_microbatches)
+        self._update_maker = UpdateMaker(
+            transport,
+            schedule,
+            versions,
+            updater,
+            groups,
+            tied,
+            self._streams,
+            self.clock,
+            owners,
+            reduction_dtype,
+            task.skip_non_finite,
+        )
+        self._update_step: UpdateStep | None = None
+        """Of the batch that has ended and whose update is not due yet."""
+        self._summed = tuple(tied) if transport.num_replicas == 1 else None
+        """Parameters whose gradients are summed with others'; None: all of them."""
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
         self._evaluated: nn.Module | None = None
-        self._pending: Pending | None = None
-        self._to_begin: Callable[[], Any] | None = None
-        """For the background, at the stage's next pause."""
-        self._begun: Future[Any] | None = None
         self._last_evaluated = schedule.first_step - 2
-        self._copied: Event = None
-        self.end: int | None = schedule.num_steps if until is None else until
+        assert schedule.num_steps is not None, "a run has an end"
+        self.end = schedule.num_steps if until is None else until
         """Steps after which the run is over, or leaves off; less than planned, once that has been asked for."""
         self.stop_was_asked = self._pause_was_asked = False
         self._first_read: dict[int, int] = {}
@@ -195,7 +191,7 @@ class Executor:
                         yield report
                     if self._is_stopped():
                         break
-                self._later.finish()
+                self._update_maker.finish_reports()
                 self._transport.flush()
             self._await_the_end()
             self.clock.finish()
@@ -212,7 +208,7 @@ class Executor:
             self._transport.fail(f"{where} with {type(error).__name__}: {error}{place_of(error)}")
             raise
         finally:
-            self._background.shutdown(wait=False, cancel_futures=True)
+            self._update_maker.close()
 
     def _await_the_end(self) -> None:
         if self._device.type == "cuda":
@@ -251,15 +247,15 @@ class Executor:
             return
         announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
         end = step + 1 + max(map(self._schedule.delay, range(self._schedule.num_stages))) + announced
-        self.end = end if self.end is None else min(end, self.end)
+        self.end = min(end, self.end)
 
     def _is_beyond(self, action: Action) -> bool:
         is_batch = action.op is not Op.EVALUATE
-        return self.end is not None and is_batch and action.microbatch >= self.end * self._schedule.num_microbatches
+        return is_batch and action.microbatch >= self.end * self._schedule.num_microbatches
 
     def _is_stopped(self) -> bool:
         """Not where the run ends as planned: an evaluation may follow the last update."""
-        return self.end is not None and self.end != self._schedule.num_steps and self._versions.newest >= self.end
+        return self.end != self._schedule.num_steps and self._versions.newest >= self.end
 
     def _play(self, action: Action) -> StepReport | EvaluationReport | None:
         self.action = action
@@ -277,7 +273,7 @@ class Executor:
         into: earlier ones, to be overwritten where they fit."""
         with self._streams.copying():
             copies = {name: copy_to_host(tensor.detach(), into.get(name)) for name, tensor in tensors.items()}
-            done = self._copied = self._streams.now()
+            done = self._streams.mark_copies()
 
         def take() -> dict[str, Tensor]:
             if done is not None:
@@ -337,12 +333,11 @@ class Executor:
             self._begin_update(action.microbatch // self._schedule.num_microbatches, version)
 
     def _begin_update(self, step: int, version: int) -> None:
-        """Hands a finished batch to the update, which two_bw makes in the background until its deadline."""
-        assert self._pending is None, "a batch ended before the update of the one before it"
+        """Hands a finished batch to its update."""
+        assert self._update_step is None, "a batch ended before the update of the one before it"
         gradients = self._versions.take_gradients(version)
-        # What is summed with others must be there, though it be nothing.
         parameters = self._versions.parameters(version)
-        for name in parameters if self._transport.num_replicas > 1 else self._reducer.tied:
+        for name in parameters if self._summed is None else self._summed:  # a sum needs a tensor from everyone
             gradients.setdefault(name, torch.zeros_like(parameters[name]))
         finished = Finished(
             gradients,
@@ -354,76 +349,33 @@ class Executor:
             self._task.requests(),
         )
         self._batch_loss = None
-        has_slack = self._schedule.traits.has_slack and step >= self._schedule.sync_start_steps
-        if not has_slack:
-            self._pending = Pending(lambda action: self._apply(action, finished, self._reduce(step, finished)))
-        elif self._awaits_evaluation(step - 1):
-            sums = self._beside(finished, lambda: self._reduce(step, finished))
-            self._pending = Pending(lambda action: self._apply(action, finished, sums()))
-        else:
-            update = self._beside(finished, lambda: self._update_beside(step, finished))
-            self._pending = Pending(lambda action: self._take_update(action, update()))
+        self._update_step = UpdateStep(self._update_maker, step, finished, self._place_of_update(step))
+
+    def _place_of_update(self, step: int) -> Place:
+        if not self._schedule.traits.has_slack or step < self._schedule.sync_start_steps:
+            return Place.FOREGROUND
+        return Place.SUMS_IN_BACKGROUND if self._awaits_evaluation(step - 1) else Place.BACKGROUND
 
     def _awaits_evaluation(self, step: int) -> bool:
         """An evaluation that is still to come needs the masters as they are."""
         schedule = self._schedule
         return schedule.num_evaluations > 0 and step > self._last_evaluated and step in schedule.evaluate_after
 
-    def _beside(self, finished: Finished, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Does it in the background, beside the stage's other actions. What comes back waits for it.
+    def _update(self, action: Action) -> StepReport:
+        update, self._update_step = self._update_step, None
+        assert update is not None, f"{action} comes before the end of its batch"
+        update.start()
+        self.clock.enter(Activity.WAIT_SUMS, action)
+        sums = update.finish(action)
+        self.clock.enter(Activity.OTHER)
+        self._heed(update.step, sums.requests)
+        self._versions.close_next()
+        if self._versions.num_versions > 1:
+            live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
+            self.peak_versions = max(self.peak_versions, len(live))
+        return self._report(update.step, sums)
 
-        Not at once: it would take the core or the interpreter from the stage, whose neighbours wait for what it does
-        until it computes or waits itself.
-        """
-        ready = self._streams.now()
-
-        def run() -> tuple[Result, Event]:
-            used = [*finished.gradients.values(), *([] if finished.loss is None else [finished.loss])]
-            with self._streams.updating(ready, used):
-                return work(), self._streams.now()
-
-        self._to_begin = run
-
-        def take() -> Result:
-            assert self._begun is not None, "taken before the stage paused"
-            result, done = self._begun.result()
-            self._streams.compute_after(done)
-            return result
-
-        return take
-
-    def _update_beside(self, step: int, finished: Finished) -> tuple[StepReport, Mark, Mark]:
-        sums = self._reduce(step, finished)
-        start = self.clock.mark_background(True)
-        return self._make(step, finished, sums), start, self.clock.mark_background(False)
-
-    def _take_update(self, action: Action, made: tuple[StepReport, Mark, Mark]) -> StepReport:
-        report, start, end = made
-        self.clock.add_background(action, start, end)
-        return report
-
-    def _apply(self, action: Action, finished: Finished, sums: Sums) -> StepReport:
-        """In the foreground."""
-        self._enter(Activity.UPDATE, action)
-        return self._make(action.microbatch // self._schedule.num_microbatches, finished, sums)
-
-    def _reduce(self, step: int, finished: Finished) -> Sums:
-        return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step + 1}")
-
-    def _make(self, step: int, finished: Finished, sums: Sums) -> StepReport:
-        """The update of a step, and what there is to say of it."""
-        self._streams.wait(self._copied)  # nothing is overwritten that is still being copied
-        if sums.non_finite is None:
-            horizon = self._schedule.horizon(self._transport.stage, step)
-            self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
-        elif self._task.skip_non_finite:
-            self._updater.skip()
-        else:
-            raise NonFiniteError(f"step {step + 1} stops the run: {sums.non_finite}")
-        self._heed(step, sums.requests)
-        if self._owners is not None:
-            waiting = lambda: f"the other replicas' part of the update of step {step + 1}"  # noqa: E731
-            share(self._transport, self._owners, self._versions.next_weights(), waiting)
+    def _report(self, step: int, sums: Sums) -> StepReport:
         return StepReport(
             step=step,
             loss=sums.loss,
@@ -433,7 +385,6 @@ class Executor:
             gradient_norms={
                 group.name: square**0.5 for group, square in zip(self._groups, sums.squared_norms, strict=True)
             },
-            learning_rates=self._updater.learning_rates(step),
             alignments={
                 group.name: Alignment.from_products(products)
                 for group, products in zip(self._groups, sums.products, strict=True)
@@ -444,28 +395,10 @@ class Executor:
             delay=step - self._first_read.pop(step),
         )
 
-    def _update(self, action: Action) -> StepReport:
-        pending, self._pending = self._pending, None
-        assert pending is not None, f"{action} comes before the end of its batch"
-        self._enter(Activity.WAIT_SUMS, action)
-        report = pending.finish(action)
-        self.clock.enter(Activity.OTHER)
-        self._versions.close_next()
-        if self._versions.num_versions > 1:
-            live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
-            self.peak_versions = max(self.peak_versions, len(live))
-        return report
-
-    def _clip_scales(self, sums: Sums) -> list[float]:
-        return [
-            1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (square**0.5 + 1e-6))
-            for group, square in zip(self._groups, sums.squared_norms, strict=True)
-        ]
-
     def _evaluate(self, action: Action) -> EvaluationReport | None:
         evaluation = self._task.evaluation
         assert evaluation is not None, f"{action} finds no evaluation set"
-        inputs, targets = self._read(action, lambda: evaluation(action.microbatch))
+        inputs, targets = self._read(action, lambda: evaluation.data(action.microbatch))
         self._enter(Activity.EVALUATION, action)
         if action.microbatch == 0:
             self._evaluated = self._module_to_evaluate(action)
@@ -473,7 +406,7 @@ class Executor:
         with torch.no_grad(), _evaluating(self._evaluated):
             outputs = self._evaluated(_unpack(inputs))
             if self._is_last:
-                loss = self._task.loss(outputs, targets) * self._task.evaluation_scale
+                loss = evaluation.scaled(self._task.loss(outputs, targets))
                 self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
         self.clock.enter(Activity.OTHER)
         if not self._is_last:
@@ -504,8 +437,8 @@ class Executor:
 
     def _enter(self, activity: Activity, action: Action) -> None:
         """From now on the stage computes, reads or waits, and the background may have the core."""
-        if self._to_begin is not None:
-            self._begun, self._to_begin = self._background.submit(self._to_begin), None
+        if self._update_step is not None:
+            self._update_step.start()
         self.clock.enter(activity, action)
 
     def _read(self, action: Action, data: Callable[[], tuple[Any, Any]]) -> tuple[Message, Any]:

@@ -19,18 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.stage_state import StageState, StateError, flatten, restore_parameter, unflatten
 from ..optim.groups import Group, assign
-from ..schedule import EvaluationSteps, Schedule, ScheduleError, waits_for_sum
-from .comm import Transport
+from ..precision import Precision
+from ..schedule import Action, EvaluationSteps, Schedule, ScheduleError, waits_for_sum
+from ..transport.base import Transport
+from .clock import Clock
 from .compiled import COMPILER, Backend, Compiled
-from .executor import Data, EvaluationReport, Executor, Loss, StepReport, Task
+from .executor import Data, Evaluation, EvaluationReport, Executor, Loss, StepReport, Task
 from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
 from .reduction import Requests
-from .sharding import assign_owners, gather_masters
-from .state import StageState, StateError, flatten, restore_parameter, unflatten
 from .update import Updater
-from .versions import WeightVersions
+from .weight_versions import WeightVersions
+from .zero1 import assign_owners, gather_masters
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -52,14 +54,10 @@ class Pipeline:
     clip_norm          exact, over all stages (with Groups: set it there)
     learning_rate      multiplies the optimizer's rate, by the index of the update
     loss_scale         by step, multiplies each microbatch's loss; None: the mean over microbatches
-    evaluation         microbatch -> (inputs, targets), `num_evaluations` of them, after every `evaluate_every` steps
-                       and after the last; their losses are averaged unless evaluation_scale says otherwise
-    layers_per_stage   None: as even as `layer_costs` (None: all alike) allow
-    dtype              of the working copies of the weights, and with them of what is computed; None: that of the
-                       layers. In a coarser one, masters in the layers' own are kept besides. Parameters that their
-                       module names in an attribute `keeps_dtype` stay as they are
-    gradient_dtype     that a batch's gradients are added up in; None: that of the working copies
-    reduction_dtype    that gradients of replicas are added up in, and those of tied weights travel in; None: their own
+    evaluation         held-out data, and when to evaluate
+    layers_per_stage   None: as even as possible; `partition` balances layers of unequal cost
+    precision          dtypes to compute and add up in; None: the layers' own. With a coarser `compute`, masters in the
+                       layers' dtype are kept besides
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
     recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
                        the backward
@@ -90,17 +88,11 @@ class Pipeline:
         clip_norm: float | None = None,
         learning_rate: Callable[[int], float] = lambda step: 1.0,
         loss_scale: Callable[[int], float] | None = None,
-        evaluation: Callable[[int], tuple[Any, Any]] | None = None,
-        num_evaluations: int = 0,
-        evaluate_every: int = 0,
-        evaluation_scale: float | None = None,
+        evaluation: Evaluation | None = None,
         skip_non_finite: bool = False,
         track_alignment: bool = True,
         layers_per_stage: Sequence[int] | None = None,
-        layer_costs: Sequence[float] | None = None,
-        dtype: torch.dtype | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        reduction_dtype: torch.dtype | None = None,
+        precision: Precision | None = None,
         shard_optimizer: bool = False,
         recompute: Collection[str] = (),
         compile: bool | Backend = False,
@@ -114,7 +106,7 @@ class Pipeline:
         self.transport = transport
         model = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
         stage, num_stages = transport.stage, transport.num_stages
-        sizes = list(layers_per_stage or partition(layer_costs or [1.0] * len(model), num_stages))
+        sizes = list(layers_per_stage or partition([1.0] * len(model), num_stages))
         check_sizes(sizes, len(model), num_stages)
         if callable(optimizer):
             groups = [Group("all", optimizer, error_feedback=error_feedback, clip_norm=clip_norm)]
@@ -130,8 +122,8 @@ class Pipeline:
                 depth=depth,
                 sync_start_steps=sync_start_steps,
                 first_step=0 if start is None else start.step,
-                evaluate_after=EvaluationSteps(num_steps, evaluate_every) if evaluation else (),
-                num_evaluations=num_evaluations if evaluation else 0,
+                evaluate_after=EvaluationSteps(num_steps, evaluation.every_steps) if evaluation else (),
+                num_evaluations=evaluation.num_batches if evaluation else 0,
             ),
             groups,
             bool(tied),
@@ -159,12 +151,13 @@ class Pipeline:
             predicts=predicts,
             separate_masters=track_alignment and num_versions == 2,
             drifting=self.schedule.traits.drifts,
-            dtype=dtype,
-            gradient_dtype=gradient_dtype,
+            dtype=None if precision is None else precision.compute,
+            gradient_dtype=None if precision is None else precision.gradient,
             owned=None if self._owners is None else [n for n, o in self._owners.items() if o == transport.replica],
             blank=start is not None,
         )
         self.updater = Updater(self.versions, groups, self.tied, learning_rate, track_alignment, device)
+        reduction = None if precision is None or precision.reduction == precision.gradient else precision.reduction
         self.executor = Executor(
             transport=transport,
             schedule=self.schedule,
@@ -177,13 +170,12 @@ class Pipeline:
                 loss=loss,
                 loss_scale=loss_scale or (lambda step: 1 / (num_microbatches * transport.num_replicas)),
                 evaluation=evaluation,
-                evaluation_scale=(1 / max(1, num_evaluations)) if evaluation_scale is None else evaluation_scale,
                 requests=requests or Requests,
                 skip_non_finite=skip_non_finite,
             ),
             device=device,
             owners=self._owners,
-            reduction_dtype=reduction_dtype,
+            reduction_dtype=reduction,
             backward_lock=COMPILER if compile else None,
             until=until,
         )
@@ -223,6 +215,42 @@ class Pipeline:
             waiting = lambda: "the other replicas' masters"  # noqa: E731
             masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
         return {name: tensor.detach() for name, tensor in {**masters, **self.versions.buffers()}.items()}
+
+    # ---- how far it is
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that this stage has made, counted from the beginning of the run."""
+        return self.versions.newest
+
+    @property
+    def end(self) -> int:
+        """The update after which it ends: `num_steps`, `until`, or less if a stop or pause was asked for."""
+        return self.executor.end
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it ends early because some process asked for a stop."""
+        return self.executor.stop_was_asked and self.end != self.schedule.num_steps
+
+    @property
+    def clock(self) -> Clock:
+        """Where this stage's time went."""
+        return self.executor.clock
+
+    @property
+    def current_action(self) -> Action | None:
+        return self.executor.action
+
+    @property
+    def peak_in_flight(self) -> int:
+        """The most microbatches that were between their forward and their backward."""
+        return self.executor.peak_in_flight
+
+    @property
+    def peak_versions(self) -> int:
+        """The most weight versions that were in use at a time."""
+        return self.executor.peak_versions
 
     # ---- what is kept to go on later
 

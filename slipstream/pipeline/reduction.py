@@ -24,10 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..transport.base import Transport
+from ..transport.process import Waiting
+from ..transport.streams import fetch
 from .clock import Activity, TimeSplit
-from .comm import Transport, Waiting
 from .partition import Tied
-from .streams import fetch
 
 NUM_PRODUCTS = 3
 NUM_FACTS = 2 + len(Activity)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.stage_state import group_facts, restore_groups
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
 from ..optim.optimizer import PredictingOptimizer, View, whole
 from .partition import Tied
 from .reduction import NUM_PRODUCTS
-from .state import group_facts, restore_groups
-from .versions import WeightVersions
+from .weight_versions import WeightVersions
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
@@ -104,10 +104,6 @@ class Updater:
     @property
     def optimizers(self) -> list[Optimizer]:
         return [part.optimizer for part in self._parts]
-
-    def learning_rates(self, step: int) -> dict[str, float]:
-        """By group, where the stage has masters of any of its parameters."""
-        return {part.group.name: part.base_rates[0] * self._learning_rate(step) for part in self._parts}
 
     def optimizer_states(self) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
         """By parameter: whose state it is in, and under which key."""

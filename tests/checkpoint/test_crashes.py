@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from samples import in_child, interrupt, kill_me, mark_of, no_damage, write_all
+from checkpoint_samples import in_child, interrupt, kill_me, mark_of, no_damage, write_all
 
 from slipstream.checkpoint import CheckpointError, Store
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_samples import make_part, mark_of, no_damage, restamp, write_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import make_part, mark_of, no_damage, restamp, write_all
 
 from slipstream.checkpoint import CheckpointError, Part, Store
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from samples import NAMES, in_child, make_part, mark_of, no_damage, write_all
+from checkpoint_samples import NAMES, in_child, make_part, mark_of, no_damage, write_all
 
 from slipstream.checkpoint import CheckpointError, Part, Store, files
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from samples import interrupt, make_part, mark_of, no_damage, write_all
+from checkpoint_samples import interrupt, make_part, mark_of, no_damage, write_all
 
 from slipstream.checkpoint import Store, Writer
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.optim import AdamW, Muon, SignDescent, adamw_update, muon_update, predict
 from slipstream.optim.optimizer import PredictingOptimizer
-from slipstream.plan.live import LiveBytes
+from slipstream.tools.plan.live import LiveBytes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -17,9 +17,12 @@ from settings import changed
 from torch import Tensor, nn
 
 from slipstream import reference_run
-from slipstream.config import Config, ConfigError, validate
+from slipstream.config.optimizers import parameter_groups, peak_rates
+from slipstream.config.rules import validate
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError
 from slipstream.optim import RECIPES, AdamW, Group, Muon, Recipe, assign
-from slipstream.parts import check, parameter_groups, peak_rates
+from slipstream.train.build import build_components
 
 pytest.importorskip("pytorch_optimizer")
 
@@ -219,14 +222,17 @@ def test_muons_learning_rates_carry_over(name: str, shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_matrices_and_the_rest_are_groups_of_their_own(name: str, tiny: Config) -> None:
     config = changed(config_of(name, tiny), optimizer__adamw_learning_rate=0.007, optimizer__beta1=0.8)
-    parts, recipe = check(config), RECIPES[name]
-    groups = {group.name: group for group in parts.groups}
+    components, recipe = build_components(config), RECIPES[name]
+    groups = {group.name: group for group in components.groups}
     rate = config.optimizer.learning_rate
     assert list(groups) == ["matrices", "rest"]
-    assert parts.peak_rates == {"matrices": rate, "rest": 0.007 if recipe.matrices_only else rate}
+    assert components.peak_rates == {"matrices": rate, "rest": 0.007 if recipe.matrices_only else rate}
     held = [("block.weight", nn.Parameter(torch.ones(2, 2))), ("block.norm", nn.Parameter(torch.ones(2)))]
-    assert [[n for n, _ in members] for _, members in assign(held, parts.groups)] == [["block.weight"], ["block.norm"]]
-    for (group, members), peak in zip(assign(held, parts.groups), parts.peak_rates.values(), strict=True):
+    assert [[n for n, _ in members] for _, members in assign(held, components.groups)] == [
+        ["block.weight"],
+        ["block.norm"],
+    ]
+    for (group, members), peak in zip(assign(held, components.groups), components.peak_rates.values(), strict=True):
         (settings,) = group.optimizer([parameter for _, parameter in members]).param_groups
         assert (settings["lr"], settings["weight_decay"]) == (peak, 0)
         assert (group.weight_decay, group.error_feedback, group.clip_norm) == (0.1, 1.0, 1.0)
@@ -284,7 +290,7 @@ def test_an_impossible_argument_is_one_sentence(name: str, arguments: dict[str, 
 
 def test_what_the_class_refuses_is_one_sentence(tiny: Config) -> None:
     with pytest.raises(ConfigError, match=r"optimizer.name = 'lion' with optimizer.arguments = .* \(beta1 must be in"):
-        check(config_of("lion", tiny, beta1=2.0))
+        build_components(config_of("lion", tiny, beta1=2.0))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "nadamw"])

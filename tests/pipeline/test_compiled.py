@@ -26,15 +26,16 @@ from harness import (
 )
 from torch import Tensor, nn
 
-from slipstream import Group, Pipeline, launch, moe, muon_and_adamw
-from slipstream.loss import chunked_next_token_loss
-from slipstream.model import decoder, initialise
+from slipstream import Evaluation, Group, Pipeline, launch, muon_and_adamw
+from slipstream.errors import StageFailure
+from slipstream.model import experts as moe
+from slipstream.model.chunked_loss import chunked_next_token_loss
+from slipstream.model.decoder import decoder, initialise
+from slipstream.model.presets import PRESETS
 from slipstream.optim import balance_experts
-from slipstream.pipeline.comm import Transport
 from slipstream.pipeline.compiled import COMPILER, Compiled
-from slipstream.pipeline.launch import StageFailure
-from slipstream.pipeline.versions import WeightVersions
-from slipstream.presets import PRESETS
+from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.transport.base import Transport
 
 # torch's tracer does what torch warns of.
 pytestmark = [
@@ -91,7 +92,7 @@ def test_compiled_stages_follow_the_oracle(schedule, stages, options):
     delays = [int(schedule == "two_bw")] * stages
     expected, losses = run_reference(task, groups, delays=delays, layers_per_stage=cut, **shared)
     held_out = task.data(10**6, 0)
-    evaluation = {"evaluation": lambda microbatch: held_out, "num_evaluations": 1, "evaluate_every": 2}
+    evaluation = {"evaluation": Evaluation(lambda microbatch: held_out, 1, 2)}
     outcome = run_pipeline(
         task,
         stages,
@@ -162,9 +163,7 @@ def test_a_graph_serves_all_blocks_and_all_weight_versions(num_layers, stages, r
         num_steps=NUM_STEPS,
         compile=counting,
         recompute=recompute,
-        evaluation=lambda microbatch: task.data(10**6, microbatch),
-        num_evaluations=1,
-        evaluate_every=2,
+        evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 1, 2),
     )
     assert len(counting.graphs) == 4  # block and head, each with and without gradients
 
@@ -307,9 +306,7 @@ def test_stages_compiled_for_a_gpu_follow_the_oracle(experts, recompute):
         device="cuda",
         compile=True,
         recompute=recompute,
-        evaluation=lambda microbatch: held_out,
-        num_evaluations=1,
-        evaluate_every=2,
+        evaluation=Evaluation(lambda microbatch: held_out, 1, 2),
         **shared,
     )
     assert largest_difference(outcome.weights, expected) <= 1e-10

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Task, even_cut, language_model, largest_difference, run_pipeline, run_reference
 
-from slipstream import Pipeline, launch, muon_and_adamw
+from slipstream import Evaluation, Pipeline, launch, muon_and_adamw
 from slipstream.pipeline.clock import TimeSplit
 from slipstream.pipeline.reduction import norm_dtype
 
@@ -53,9 +53,7 @@ def test_stages_on_one_gpu_follow_the_oracle(stages, m, schedule, lam):
         groups(lam),
         schedule=schedule,
         device="cuda",
-        evaluation=lambda microbatch: task.data(10**6, microbatch),
-        num_evaluations=2,
-        evaluate_every=5,
+        evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 2, 5),
         **shared,
     )
     assert largest_difference(outcome.weights, expected) <= 1e-12

@@ -22,7 +22,7 @@ from harness import (
 )
 from torch import nn
 
-from slipstream import AdamW, Group, Muon, muon_and_adamw
+from slipstream import AdamW, Evaluation, Group, Muon, muon_and_adamw
 from slipstream.optim import balance_experts, is_matrix
 
 TOLERANCE = 1e-12
@@ -84,9 +84,7 @@ def follow_two_bw(
         stages,
         groups,
         depth=depth,
-        evaluation=lambda microbatch: task.data(10**6, microbatch),
-        num_evaluations=2,
-        evaluate_every=5,
+        evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 2, 5),
         **shared,
     )
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
@@ -296,9 +294,7 @@ def test_an_evaluation_sees_the_masters_after_its_step():
         num_microbatches=4,
         num_steps=9,
         sync_start_steps=2,
-        evaluation=lambda microbatch: held_out[microbatch],
-        num_evaluations=3,
-        evaluate_every=1,
+        evaluation=Evaluation(lambda microbatch: held_out[microbatch], 3, 1),
     )
     assert len(outcome.evaluations) == 9
     for step, loss in enumerate(outcome.evaluations):

@@ -11,7 +11,7 @@ from harness import TIMEOUT_SECONDS, forks
 from torch import nn
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.pipeline.comm import Transport
+from slipstream.transport.base import Transport
 
 WIDTH = 37  # a shape nothing else has
 

@@ -13,9 +13,9 @@ from harness import Task, even_cut, forks, largest_difference, network, run_pipe
 from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, launch
-from slipstream.pipeline.comm import gather_objects
-from slipstream.pipeline.threads import ThreadWorld
 from slipstream.schedule import ScheduleError
+from slipstream.transport.base import gather_objects
+from slipstream.transport.thread import ThreadMesh
 
 ADAMW = [Group("all", partial(torch.optim.AdamW, lr=0.01), error_feedback=1.0, clip_norm=0.5)]
 
@@ -128,7 +128,7 @@ def test_two_runs_may_follow_one_another_with_other_shapes():
 def test_paci_refuses_error_feedback():
     with pytest.raises(ScheduleError, match="error_feedback = 1 of group 'all' needs a weight version"):
         Pipeline(
-            ThreadWorld(2).transport(0),
+            ThreadMesh(2).transport(0),
             copy.deepcopy(network().model),
             data=network().data,
             loss=network().loss,
@@ -144,7 +144,7 @@ def test_tied_weights_refuse_schedules_whose_stages_step_apart():
     layers[2].weight = layers[0].weight
     with pytest.raises(ScheduleError, match="tied weights cannot be split over the stages of pipedream"):
         Pipeline(
-            ThreadWorld(3).transport(0),
+            ThreadMesh(3).transport(0),
             layers,
             data=network().data,
             loss=network().loss,

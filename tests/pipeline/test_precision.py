@@ -24,7 +24,7 @@ from harness import (
 )
 from torch import Tensor
 
-from slipstream import Group, Pipeline
+from slipstream import Evaluation, Group, Pipeline
 from slipstream.optim import balance_experts, muon_and_adamw
 from slipstream.pipeline import update
 
@@ -130,9 +130,7 @@ def test_replicas_with_coarse_working_copies_agree(tied, tolerance, threads, sha
             gradient_dtype=torch.float64,
             reduction_dtype=torch.float64,
             shard_optimizer=sharded,
-            evaluation=lambda microbatch: task.data(10**6, microbatch),
-            num_evaluations=2,
-            evaluate_every=5,
+            evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 2, 5),
         )
         for ours, theirs in zip([first, second], others, strict=True):
             assert all(torch.equal(theirs.weights[name], weight) for name, weight in ours.weights.items())
@@ -151,8 +149,7 @@ def test_an_evaluation_sees_the_masters_rounded():
         num_microbatches=2,
         num_steps=4,
         dtype=torch.bfloat16,
-        evaluation=lambda microbatch: task.data(10**6, microbatch),
-        num_evaluations=1,
+        evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 1),
     )
     model = copy.deepcopy(task.model)
     model.load_state_dict(outcome.weights, strict=False)

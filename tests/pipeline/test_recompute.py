@@ -22,13 +22,13 @@ from harness import (
 )
 from torch import Tensor, nn
 
-from slipstream import AdamW, Group, Pipeline, launch, muon_and_adamw
-from slipstream.loss import chunked_next_token_loss
-from slipstream.pipeline.comm import Transport
-from slipstream.pipeline.launch import StageFailure
+from slipstream import AdamW, Evaluation, Group, Pipeline, launch, muon_and_adamw
+from slipstream.errors import StageFailure
+from slipstream.model.chunked_loss import chunked_next_token_loss
 from slipstream.pipeline.recompute import Recomputing
-from slipstream.pipeline.versions import WeightVersions
-from slipstream.plan.live import LiveBytes
+from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.tools.plan.live import LiveBytes
+from slipstream.transport.base import Transport
 
 ALL_BLOCKS = ("block0", "block1", "block2")
 NUM_STEPS = 7
@@ -76,9 +76,7 @@ def test_recomputed_blocks_change_no_bit(schedule, stages, options):
         "schedule": schedule,
         "num_microbatches": 4,
         "num_steps": NUM_STEPS,
-        "evaluation": lambda microbatch: held_out,
-        "num_evaluations": 1,
-        "evaluate_every": 3,
+        "evaluation": Evaluation(lambda microbatch: held_out, 1, 3),
         **options,
     }
     plain = run_pipeline(task, stages, groups, **shared)

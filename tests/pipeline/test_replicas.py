@@ -21,12 +21,13 @@ from harness import (
 )
 from torch import Tensor
 
-from slipstream import Group, Pipeline
+from slipstream import Evaluation, Group, Pipeline
 from slipstream.optim import muon_and_adamw
-from slipstream.pipeline.comm import Mesh, ProcessTransport
 from slipstream.pipeline.partition import Tied
-from slipstream.pipeline.sharding import assign_owners
+from slipstream.pipeline.zero1 import assign_owners
 from slipstream.schedule import Schedule
+from slipstream.transport.mesh import Mesh
+from slipstream.transport.process import ProcessTransport
 
 NUM_STEPS = 12
 
@@ -144,7 +145,7 @@ def test_replicas_that_share_the_optimizer_follow_the_oracle(schedule, num_stage
 @pytest.mark.parametrize("sharded", [True, False])
 def test_messages_through_the_memory_of_hosts_follow_the_oracle(monkeypatch, sharded):
     """As between GPUs over gloo; here without the GPUs."""
-    monkeypatch.setattr("slipstream.pipeline.crew.ProcessTransport", partial(ProcessTransport, is_staged=True))
+    monkeypatch.setattr("slipstream.transport.world.ProcessTransport", partial(ProcessTransport, is_staged=True))
     launching = {"threads": False, "shared_memory": False}
     follow_the_oracle(language_model(tied=True), 2, 2, 2, launching, shard_optimizer=sharded)
 
@@ -165,9 +166,7 @@ def test_evaluations_see_the_masters_of_all_owners():
             num_replicas=2,
             num_microbatches=2,
             num_steps=9,
-            evaluation=lambda microbatch: task.data(10**6, microbatch),
-            num_evaluations=3,
-            evaluate_every=2,
+            evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 3, 2),
             **options,
         )
         return [rank.evaluations for rank in ranks]

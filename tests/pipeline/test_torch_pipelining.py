@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from slipstream import Pipeline, launch
-from slipstream.pipeline.comm import ProcessTransport
 from slipstream.pipeline.partition import cut
+from slipstream.transport.process import ProcessTransport
 
 NUM_MICROBATCHES, NUM_STEPS = 4, 3
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream import AdamW, Group
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.versions import WeightVersions
+from slipstream.pipeline.weight_versions import WeightVersions
 
 
 def run(track_alignment: bool, num_steps: int = 4) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,8 +8,9 @@ import slipstream
 PROGRAM = """
 import sys
 sys.modules |= {"torch": None, "numpy": None, "matplotlib": None}
-from slipstream.schedule import Schedule, command, simulate
-print(command.show(Schedule("two_bw", 2, 2, 3), simulate.Costs()))
+from slipstream.cli.schedule import show
+from slipstream.schedule import Schedule, simulate
+print(show(Schedule("two_bw", 2, 2, 3), simulate.Costs()))
 """
 
 

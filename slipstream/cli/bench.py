@@ -1,0 +1,229 @@
+"""`slipstream bench`: the matrix from end to end. The rules stand in benchmarks/RULES.md."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..errors import RunFailure, UsageError
+from ..observe.console import Screen
+from ..observe.metrics import finite
+from ..tools.bench.figure import draw
+from ..tools.bench.matrix import GPU_STAGES, REAL_STAGES, Extent, gpu_worlds, total_seconds, worlds
+from ..tools.bench.memory import peak_memory
+from ..tools.bench.progress import Bar, minutes
+from ..tools.bench.results import Row, document, markdown, notes_of, rows_of, summary, table_of
+from ..tools.bench.slices import Gpu, sliced
+from ..tools.bench.turns import Outcome, Stopped, World, compete
+from ..tools.bench.workloads import HEAD_DIM, GpuSetting
+from ..transport.environment import under_torchrun
+from .parse import parse
+
+MAX_STAGES = 32
+"""Processes on one machine; beyond that it measures the machine."""
+
+
+@dataclass(frozen=True)
+class BenchArguments:
+    """Measures slipstream's schedules beside those of torch.distributed.pipelining, in one interleaved run, and writes
+    results.json, table.md and figure.png. About half an hour; nothing else should run on the machine meanwhile."""
+
+    only: Literal["emulated", "real"] | None = None
+    """emulated: stages that sleep, which show the schedule. real: a small decoder on two stages. Both if left out."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: a decoder on GPUs. By default one GPU is shared out among all stages, through CUDA's MPS."""
+    stages: tuple[int, ...] = ()
+    """Numbers of emulated stages; 2 4 8 if left out. cuda: one number; 4 if left out."""
+    rounds: int | None = None
+    """How often every rival runs; 3 if left out."""
+    quick: bool = False
+    """Two stages, as many microbatches, one round and no memory: to see that it works, in half a minute. cuda: as many
+    microbatches as stages, and one round."""
+    output: Path | None = None
+    """Folder to write; a new one below runs/ if left out."""
+    microbatches: tuple[int, ...] = ()
+    """cuda: numbers of microbatches to a step; 1, 2 and 4 times the stages if left out."""
+    rivals: tuple[str, ...] = ()
+    """cuda: only rows of these names, or whose names contain one of these words, and the bare loop."""
+    share: int | None = None
+    """cuda: percent of the GPU's multiprocessors for each stage; an even part if left out."""
+    clock: int | None = None
+    """cuda: MHz that the GPU's clock is locked at meanwhile, which takes root; it is left alone if left out."""
+    slices: bool = True
+    """cuda: share one GPU among all stages. Without, every stage has a GPU."""
+    dim: int = GpuSetting.dim
+    """cuda: width of the decoder, a multiple of 128."""
+    blocks: int = GpuSetting.blocks
+    """cuda: blocks of a stage, an even number."""
+    sequence_length: int = GpuSetting.sequence_length
+    """cuda: tokens of a sequence."""
+    batch: int = GpuSetting.batch
+    """cuda: sequences to a microbatch."""
+    vocabulary: int = GpuSetting.vocabulary
+    """cuda: entries of the vocabulary."""
+    tied: bool = GpuSetting.tied
+    """cuda: embedding and head share a weight, in rows that can."""
+
+
+def main(arguments: list[str]) -> None:
+    given = parse(BenchArguments, arguments, "slipstream bench", inspect.getdoc(BenchArguments) or "")
+    matrix = _gpu_matrix(given) if given.device == "cuda" else worlds(_extent(given))
+    if under_torchrun():
+        raise UsageError("slipstream bench starts its own processes: start it without torchrun")
+    started = datetime.datetime.now(datetime.UTC)
+    folder = given.output or Path("runs") / f"bench-{started:%Y%m%d-%H%M%S}"
+    if given.device == "cpu":
+        _make_folder(folder)
+        run_matrix(matrix, folder, with_memory=not given.quick, started=started)
+        return
+    with sliced(matrix[0].num_stages, given.share, given.clock, given.slices) as gpu:
+        _make_folder(folder)
+        run_matrix(matrix, folder, with_memory=False, started=started, gpu=gpu)
+
+
+def _gpu_matrix(given: BenchArguments) -> list[World]:
+    if given.only is not None:
+        raise UsageError(f"only = {given.only!r} is for device = 'cpu': leave it out, or use device = 'cpu'")
+    if len(given.stages) > 1:
+        raise UsageError(f"stages = {' '.join(map(str, given.stages))} is more than one number: give one on cuda")
+    [num_stages] = given.stages or (GPU_STAGES,)
+    if not 2 <= num_stages <= MAX_STAGES:
+        raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
+    for name in ("rounds", "clock", "sequence_length", "batch", "vocabulary"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise UsageError(f"{name} = {value} measures nothing: use 1 or more")
+    if any(m < 1 for m in given.microbatches):
+        raise UsageError(f"microbatches = {' '.join(map(str, given.microbatches))} has less than 1: use 1 or more")
+    if given.dim < 1 or given.dim % HEAD_DIM:
+        raise UsageError(f"dim = {given.dim} is not made of heads of {HEAD_DIM}: use a multiple of {HEAD_DIM}")
+    if given.blocks < 2 or given.blocks % 2:
+        raise UsageError(f"blocks = {given.blocks} cannot be cut into two equal chunks: use an even number")
+    if given.share is not None and not given.slices:
+        raise UsageError(f"share = {given.share} is of a GPU that stages share: leave it out, or leave out --no-slices")
+    if given.share is not None and not 1 <= given.share <= 100:
+        raise UsageError(f"share = {given.share} is no part of a GPU: use 1 to 100 percent")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 1:
+        raise UsageError("device = 'cuda' finds no CUDA device here: use device = 'cpu'")
+    if not given.slices and num_gpus < num_stages:
+        raise UsageError(
+            f"stages = {num_stages} need a GPU each without slices, and there are {num_gpus}: leave out --no-slices, "
+            "or use fewer stages"
+        )
+    sizes = {name: getattr(given, name) for name in (f.name for f in fields(GpuSetting)) if name != "share"}
+    setting = GpuSetting(**sizes, share=(given.share or 100 // num_stages) if given.slices else None)
+    factors = (1,) if given.quick else (1, 2, 4)
+    microbatches = given.microbatches or tuple(factor * num_stages for factor in factors)
+    num_rounds = given.rounds or (1 if given.quick else 3)
+    matrix = gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), num_rounds, given.rivals)
+    if len(matrix[0].rivals) == 1:
+        raise UsageError(f"rivals = {' '.join(given.rivals)} is in the name of no row: leave it out to see them all")
+    return matrix
+
+
+def _extent(given: BenchArguments) -> Extent:
+    defaults = asdict(BenchArguments())
+    for name in ("microbatches", "rivals", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
+        if getattr(given, name) != defaults[name]:
+            raise UsageError(f"{name} = {getattr(given, name)} is for GPUs: leave it out, or use device = 'cuda'")
+    for num_stages in given.stages:
+        if not 2 <= num_stages <= MAX_STAGES:
+            raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
+    if given.only == "real" and given.stages not in ((), (REAL_STAGES,)):
+        raise UsageError(
+            f"stages = {' '.join(map(str, given.stages))} is for emulated compute, and real compute has {REAL_STAGES}: "
+            "leave stages or only = 'real' out"
+        )
+    if given.rounds is not None and given.rounds < 1:
+        raise UsageError(f"rounds = {given.rounds} measures nothing: use 1 or more")
+    stages = given.stages or ((2,) if given.quick else (2, 4, 8))
+    return Extent(
+        emulated_stages=() if given.only == "real" else tuple(dict.fromkeys(stages)),
+        with_real=given.only != "emulated",
+        num_rounds=given.rounds or (1 if given.quick else 3),
+        quick=given.quick,
+    )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "results.json").exists():
+            raise UsageError(f"output = {str(folder)!r} has results already: choose another folder")
+        (folder / "table.md").write_text("", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"output = {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
+
+
+@dataclass
+class Finished:
+    """What is known so far, world by world."""
+
+    worlds: list[World] = field(default_factory=list)
+    outcomes: list[list[Outcome]] = field(default_factory=list)
+    rows: list[list[Row]] = field(default_factory=list)
+    notes: list[list[str]] = field(default_factory=list)
+    gpu: dict[str, Any] | None = None
+    """What is known of it, and its clock and power in every world."""
+
+
+def run_matrix(
+    matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime, gpu: Gpu | None = None
+) -> Finished:
+    """Everything that is finished is written after every world, and when somebody interrupts one."""
+    screen = Screen()
+    guess = minutes(sum(map(total_seconds, matrix)))
+    screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, {guess} where nothing else runs; writing {folder}")
+    finished = Finished(gpu=None if gpu is None else {**gpu.describe(), "readings": []})
+    for index, world in enumerate(matrix):
+        interrupt: BaseException | None = None
+        try:
+            outcomes = compete(world, Bar(matrix, index), *([] if gpu is None else [gpu.restart]))
+        except Stopped as stopped:
+            outcomes, interrupt, with_memory = stopped.outcomes, stopped.__cause__, False
+        readings = {} if gpu is None else gpu.take_readings()
+        screen.show_cursor()  # a stage that failed had no time to
+        wants_memory = with_memory and world.workload == "real"
+        memory = _memory(world, outcomes, screen) if wants_memory else [_gpu_memory(each) for each in outcomes]
+        finished.worlds.append(world)
+        finished.outcomes.append(outcomes)
+        finished.rows.append(rows_of(world, outcomes, memory))
+        finished.notes.append(notes_of(world, outcomes, readings))
+        if finished.gpu is not None:
+            finished.gpu["readings"].append({name: asdict(spread) for name, spread in readings.items()})
+        screen.print(table_of(world, finished.rows[-1], finished.notes[-1]))
+        written = _write(finished, folder, started)
+        if interrupt is not None:
+            raise interrupt
+    screen.print("\n".join([*summary(finished.worlds, finished.rows), f"{folder}: {', '.join(written)}"]))
+    if not any(row.step_seconds for of_world in finished.rows for row in of_world):
+        raise RunFailure(f"no rival ran: {folder / 'table.md'} says why")
+    return finished
+
+
+def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[list[int] | None]:
+    memory = []
+    for number, outcome in enumerate(outcomes, 1):
+        if screen.is_terminal:
+            screen.print(f"memory of rival {number} of {len(outcomes)}", end="\r")
+        memory.append(peak_memory(outcome.rival, world) if outcome.rounds else None)
+    return memory
+
+
+def _gpu_memory(outcome: Outcome) -> list[int] | None:
+    """By round; on a CPU it takes worlds of their own to know."""
+    return [each.memory_bytes for each in outcome.rounds if each.memory_bytes is not None] or None
+
+
+def _write(finished: Finished, folder: Path, started: datetime.datetime) -> list[str]:
+    everything = document(finished.worlds, finished.outcomes, finished.rows, started, finished.gpu)
+    (folder / "results.json").write_text(json.dumps(finite(everything), indent=1) + "\n", encoding="utf-8")
+    (folder / "table.md").write_text(markdown(finished.worlds, finished.rows, finished.notes), encoding="utf-8")
+    drawn = draw(finished.worlds, finished.rows, folder / "figure.png")
+    return ["results.json", "table.md", *(["figure.png"] if drawn else [])]

@@ -1,0 +1,65 @@
+"""What `slipstream plan` and `slipstream profile` share."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ..config.files import check_output
+from ..config.optimizers import parameter_groups
+from ..config.rules import validate
+from ..config.schema import Config
+from ..config.toml import load_toml
+from ..errors import UsageError
+from .parse import parse
+
+Arguments = TypeVar("Arguments", bound=Config)
+
+
+def parse_with_config(cls: type[Arguments], arguments: list[str], name: str) -> tuple[Arguments, str | None, Config]:
+    default, path = Config(), None
+    if arguments and not arguments[0].startswith("-"):
+        path = arguments.pop(0)
+        default = load_toml(Path(path))
+    sections = {member.name: getattr(default, member.name) for member in fields(Config)}
+    given = parse(cls, arguments, f"slipstream {name} [CONFIG.toml]", inspect.getdoc(cls) or "", cls(**sections))
+    return given, path, default
+
+
+def config_of(given: Config) -> Config:
+    config = Config(**{member.name: getattr(given, member.name) for member in fields(Config)})
+    validate(config)
+    parameter_groups(config)
+    return config
+
+
+def check_folder(name: str, path: Path) -> None:
+    if not os.path.isdir(path.parent) or os.path.isdir(path):
+        reason = "is a folder" if os.path.isdir(path) else f"has no folder {str(path.parent)!r} to go to"
+        raise UsageError(f"{name} = {str(path)!r} {reason}: name a file in a folder that exists")
+
+
+def progress_bar() -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def wide_console() -> Console:
+    """A file has no edge to run into."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def write_to(name: str, path: Path, write: Callable[[], object]) -> None:
+    try:
+        check_output(path)
+        write()
+    except OSError as error:
+        raise UsageError(f"{name} = {str(path)!r} cannot be written ({error.strerror}): choose another") from error

@@ -1,0 +1,95 @@
+"""`slipstream init`: a configuration to begin with, in which every field is explained."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ..config.schema import Config, ModelSection, RunSection
+from ..config.toml import literal
+from ..errors import UsageError
+from ..model.presets import PRESETS
+from .parse import parse
+
+CHOSEN = (
+    "model.preset",
+    "data.sources",
+    "pipeline.schedule",
+    "pipeline.stages",
+    "pipeline.microbatches",
+    "optimizer.name",
+    "train.steps",
+    "train.microbatch_size",
+    "evaluation.every_steps",
+    "run.name",
+)
+"""What a run is mostly about. The other fields are there too, commented out."""
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class InitArguments:
+    """Writes a configuration to begin with: ten fields that matter, and all others commented out, each with what it
+    means and what it is if nothing is said."""
+
+    preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET]")] = "tiny"
+    """Of the model, such as tiny, 135m or moe-2b."""
+    output: Path | None = None
+    """The file to write; by default PRESET.toml in this folder."""
+
+
+def main(arguments: list[str]) -> None:
+    given = parse(InitArguments, arguments, "slipstream init", inspect.getdoc(InitArguments) or "")
+    if given.preset not in PRESETS:
+        raise UsageError(f"preset = {given.preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+    output = given.output or Path(f"{given.preset}.toml")
+    config = Config(model=ModelSection(preset=given.preset), run=RunSection(name=given.preset))
+    try:
+        with output.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"# slipstream train {output}\n\n{explained(config)}")
+    except FileExistsError:
+        raise UsageError(f"output = {str(output)!r} exists: choose another, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"output = {str(output)!r} cannot be written ({error.strerror}): choose another") from error
+    print(f"{output}: edit it, then slipstream train {output}")
+
+
+def explained(config: Config) -> str:
+    """As TOML."""
+    sections = []
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        meanings = _meanings(type(values))
+        entries = [f"[{section.name}]"]
+        for member in dataclasses.fields(values):
+            meaning = meanings[member.name].replace("None:", "Not set:")  # which is how TOML says it
+            lines = [f"# {line}" for line in textwrap.wrap(meaning, WIDTH)]
+            entries.append("\n".join([*lines, _line(f"{section.name}.{member.name}", getattr(values, member.name))]))
+        sections.append("\n\n".join(entries))
+    return "\n\n\n".join(sections) + "\n"
+
+
+def _line(path: str, value: Any) -> str:
+    name = path.partition(".")[2]
+    if value is None:
+        return f"# {name}: not set"
+    return f"{'' if path in CHOSEN else '# '}{name} = {literal(value)}"
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The text below every field, from the source: Python keeps no docstrings of fields."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for member, text in pairwise(definition.body):
+        if isinstance(member, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(member.target)] = " ".join(str(text.value.value).split())
+    return found

@@ -1,0 +1,274 @@
+"""`slipstream plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..config.defaults import settled
+from ..config.models import model_of, recomputed_layers
+from ..config.schema import Config
+from ..errors import UsageError
+from ..model.spec import ModelSpec
+from ..observe.console import Screen
+from ..observe.devices import DeviceKind, kind_of
+from ..tools.plan.advice import Advice, Given, advise
+from ..tools.plan.budget import budget_sentence
+from ..tools.plan.costs import ModelCosts, estimate, find_device, measured_costs
+from ..tools.plan.fsdp import FSDP
+from ..tools.plan.memory import MemoryModel
+from ..tools.plan.predict import SCHEDULES
+from ..tools.plan.savings import ever_smaller
+from ..tools.plan.search import DATA_PARALLEL, Cluster, Option, Search, best_of
+from ..tools.plan.show import WIDE, can_draw, draw_plan, plan_table, plan_tree
+from ..train.layer_profile import Profile, read_profile
+from .config_arguments import check_folder, config_of, parse_with_config, progress_bar, wide_console, write_to
+
+GIB = 2**30
+SEQUENCES_PER_DEVICE = 8
+"""Of a batch that nobody chose: enough to fill a pipeline."""
+MAX_DEVICES, MAX_SEQUENCES = 100_000, 2**20
+
+
+@dataclass(frozen=True)
+class PlanArguments(Config):
+    """Predicts step time and memory of every schedule for a model and a number of devices, and recommends one.
+
+    CONFIG.toml and --section.field are those of `slipstream train`. Of [pipeline] nothing is used but the batch:
+    stages, microbatches and cuts are what is looked for. The figures are for the dtypes of [train].
+    """
+
+    devices: int = 0
+    """How many there are."""
+    memory: float | None = None
+    """GiB of one device that a run may take; by default what its data sheet says, or a core's share of this machine."""
+    device_kind: str | None = None
+    """h200, h100, a100, b200, l40s, rtx4090, or cpu: one core of this machine. By default what the profile was measured
+    on, or h200."""
+    latency_us: float = 0.0
+    """Microseconds that a message between two stages takes, whatever its size."""
+    bandwidth_gbps: float | None = None
+    """Gigabits per second of the link between two devices of a node, in one direction; by default NVLink's."""
+    devices_per_node: int | None = None
+    """By default 8; of cpu, all."""
+    node_bandwidth_gbps: float | None = None
+    """Gigabits per second of every device's link to other nodes, in one direction; by default 400."""
+    batch_tokens: int | None = None
+    """Tokens to a step, over all devices. By default the configuration's, or 8 sequences per device if that is more."""
+    tokens: float | None = None
+    """To train on: how long do they take? By default 20 for every parameter that a token goes through."""
+    efficiency: float | None = None
+    """The share of a device's peak, in the dtype of what is computed, that matrix products reach: for estimates, where
+    there is no profile. By default what was measured (docs/speed.md): 0.5, and 0.25 of blocks with experts."""
+    profile: Path | None = None
+    """What `slipstream profile` wrote: measured costs instead of estimates."""
+    json: Path | None = None
+    """Where to write everything, every stage's memory included."""
+    figure: Path | None = None
+    """Where to draw the steps, and the memory of every stage: .png or .svg."""
+
+
+def main(arguments: list[str]) -> None:
+    given, path, default = parse_with_config(PlanArguments, arguments, "plan")
+    asked = config_of(given)
+    screen = Screen()
+    model = model_of(asked, corpus_vocab_size=0)
+    _check_plan(given)
+    profile = read_profile(given.profile) if given.profile else None
+    device = _device(given, profile)
+    train_device: Literal["cpu", "cuda"] = "cpu" if device.name == "cpu" else "cuda"
+    config = settled(replace(asked, train=replace(asked.train, device=train_device)))
+    memory = device.memory if given.memory is None else given.memory * GIB
+    if not memory:
+        raise UsageError("memory is missing, and this system does not say how much it has: give --memory GIB")
+    cluster = _cluster(given, device, memory)
+    batch_size, memory_model = _batch_size(given, config, model), MemoryModel(config, model, train_device)
+    searches = [
+        Search(
+            smaller,
+            model,
+            _costs(given, smaller, model, device, profile),
+            cluster,
+            batch_size,
+            replace(memory_model, config=smaller),  # which remembers what was counted before
+        )
+        for smaller in ever_smaller(config, model, given.devices, profile is not None)
+    ]
+    options = _search(searches)
+    advice = advise(searches, options, Given(path, default, asked, train_device))
+    _print(screen, searches[0], device, options, advice, given.tokens)
+    _write(given, searches[0], options, advice, screen)
+
+
+def _check_plan(given: PlanArguments) -> None:
+    if not 1 <= given.devices <= MAX_DEVICES:
+        problem = "is missing, or 0" if given.devices == 0 else f"= {given.devices} cannot be"
+        raise UsageError(f"devices {problem}: say how many there are, --devices 8, up to {MAX_DEVICES:,}")
+    for name in ("memory", "bandwidth_gbps", "node_bandwidth_gbps", "tokens"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} = {value} cannot be: use a number above 0")
+    if given.devices_per_node is not None and given.devices_per_node < 1:
+        raise UsageError(f"devices_per_node = {given.devices_per_node} cannot be: use 1 or more")
+    if not 0 <= given.latency_us < math.inf:
+        raise UsageError(f"latency_us = {given.latency_us} is no time: use a number of 0 or more")
+    if given.efficiency is not None and not 0 < given.efficiency <= 1:
+        raise UsageError(f"efficiency = {given.efficiency} is no share of a peak: use more than 0, and at most 1")
+    for name in ("json", "figure"):
+        if getattr(given, name) is not None:
+            check_folder(name, getattr(given, name))
+    if given.figure is not None:
+        if given.figure.suffix not in (".png", ".svg"):
+            raise UsageError(f"figure = {str(given.figure)!r} is neither .png nor .svg: name one of those")
+        if not can_draw():
+            raise UsageError('figure needs matplotlib: pip install "slipstream[plot]", or leave it out')
+
+
+def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
+    in_bf16 = "bfloat16" in (given.train.compute_dtype, given.optimizer.newton_schulz_dtype)
+    if given.device_kind is not None:
+        return find_device(given.device_kind, in_bf16)
+    if profile is None:
+        return find_device("h200")
+    if profile.device.startswith("cpu"):
+        return find_device("cpu", in_bf16)
+    known = kind_of(profile.device)
+    if known is None:
+        raise UsageError(
+            f"device_kind is missing, and {profile.device!r} of the profile is unknown: give --device-kind"
+        )
+    return known
+
+
+def _cluster(given: PlanArguments, device: DeviceKind, memory: float) -> Cluster:
+    def bytes_per_second(gigabits: float | None, default: float) -> float:
+        return default if gigabits is None else gigabits * 1e9 / 8
+
+    return Cluster(
+        given.devices,
+        memory,
+        given.latency_us / 1e6,
+        bytes_per_second(given.bandwidth_gbps, device.link_bandwidth),
+        given.devices_per_node or device.node_size,
+        bytes_per_second(given.node_bandwidth_gbps, device.node_bandwidth),
+    )
+
+
+def _costs(
+    given: PlanArguments, config: Config, model: ModelSpec, device: DeviceKind, profile: Profile | None
+) -> ModelCosts:
+    recomputed = recomputed_layers(config, model)
+    if profile is None:
+        return estimate(config, model, device, given.efficiency).recomputing(recomputed)
+    assert given.profile is not None
+    if (profile.optimizer, profile.dtype) != (config.optimizer.name, config.train.dtype):
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of {profile.optimizer} in {profile.dtype}, not of "
+            f"{config.optimizer.name} in {config.train.dtype}: run slipstream profile with these options"
+        )
+    computed = profile.compute_dtype or profile.dtype, config.train.compute_dtype or config.train.dtype
+    if computed[0] != computed[1]:
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of train.compute_dtype = {computed[0]!r}, not of {computed[1]!r}: "
+            "run slipstream profile with these options"
+        )
+    if profile.loss_chunk_tokens != config.train.loss_chunk_tokens:
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of train.loss_chunk_tokens = {profile.loss_chunk_tokens}, not of "
+            f"{config.train.loss_chunk_tokens}: run slipstream profile with these options"
+        )
+    if profile.compile != config.train.compile:
+        raise UsageError(
+            f"profile = {str(given.profile)!r} is of train.compile = {str(profile.compile).lower()}, not of "
+            f"{str(config.train.compile).lower()}: run slipstream profile with these options"
+        )
+    return measured_costs(profile, model, given.profile).recomputing(recomputed)
+
+
+def _batch_size(given: PlanArguments, config: Config, model: ModelSpec) -> int:
+    if given.batch_tokens is None:
+        return max(config.pipeline.microbatches * config.train.microbatch_size, SEQUENCES_PER_DEVICE * given.devices)
+    size, rest = divmod(given.batch_tokens, model.sequence_length)
+    if size > MAX_SEQUENCES:
+        most = MAX_SEQUENCES * model.sequence_length
+        raise UsageError(f"batch_tokens = {given.batch_tokens} is more than anybody plans with: use at most {most}")
+    if rest or size < 1:
+        nearest = max(1, round(given.batch_tokens / model.sequence_length)) * model.sequence_length
+        raise UsageError(
+            f"batch_tokens = {given.batch_tokens} is no multiple of model.sequence_length = {model.sequence_length}: "
+            f"use {nearest}"
+        )
+    return size
+
+
+def _search(searches: Sequence[Search]) -> dict[str, Option | str]:
+    names = (DATA_PARALLEL, FSDP, *SCHEDULES)
+    options: dict[str, Option | str] = {}
+    with progress_bar() as progress:
+        task = progress.add_task("planning", total=len(names))
+        for name in names:
+            progress.update(task, description=f"planning {name}")
+            options[name] = best_of(searches, name)
+            progress.advance(task)
+    return options
+
+
+def _print(
+    screen: Screen,
+    search: Search,
+    device: DeviceKind,
+    options: dict[str, Option | str],
+    advice: Advice,
+    tokens: float | None,
+) -> None:
+    cluster, model = search.cluster, search.model
+    shared = ", its masters and state shared by replicas" if search.config.optimizer.sharded else ""
+    nodes = f", {_gbps(cluster.node_bandwidth)} between nodes of {cluster.node_size}" * (not cluster.is_one_node)
+    screen.print(
+        f"{search.config.model.preset}: {search.num_parameters:,} parameters in {model.num_layers + 2} layers, "
+        f"{search.memory_model.dtypes}, {search.config.optimizer.name}{shared}\n"
+        f"{cluster.num_devices} x {device.name} with {cluster.memory / GIB:.4g} GiB, links of "
+        f"{_gbps(cluster.bandwidth)} and {cluster.latency * 1e6:g} us{nodes}\n"
+        f"a step of {search.batch_size * model.sequence_length:,} tokens: {search.batch_size} sequences of "
+        f"{model.sequence_length}\n"
+        f"costs {search.costs.source}\n"
+    )
+    console = wide_console()
+    console.print(plan_table(search, options, advice.choice, console.width))
+    screen.print(
+        "\nP x R: stages and replicas. m x size: microbatches, and sequences in each. price: tokens to the same loss, "
+        "beside no delay.\nwith: s replicas share the optimizer, c loss in chunks, r1 all blocks recomputed, r2 every "
+        "second.\nplanned: the trainer does not play it. GiB: of the largest stage, a peak never exceeded."
+        + (" Then its parts.\n" if console.width >= WIDE else " Its parts: in a wider terminal, or with --json.\n")
+    )
+    impossible = [f"{name} cannot: {option}" for name, option in options.items() if isinstance(option, str)]
+    if impossible:
+        screen.print("\n".join([*impossible, ""]))
+    for sentence in advice.sentences:
+        screen.print(sentence)
+    if advice.choice is not None:
+        screen.print(budget_sentence(search, device, advice.choice, tokens))
+    if advice.command:
+        screen.print(f"\n  {advice.command}")
+
+
+def _gbps(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 8 / 1e9:,.0f} Gb/s"
+
+
+def _write(
+    given: PlanArguments, search: Search, options: dict[str, Option | str], advice: Advice, screen: Screen
+) -> None:
+    if given.json is not None:
+        path = given.json
+        text = json.dumps(plan_tree(search, options, advice), indent=2) + "\n"
+        write_to("json", path, lambda: path.write_text(text, encoding="utf-8"))
+        screen.print(f"{path}: every schedule, every stage")
+    if given.figure is not None:
+        drawing = given.figure
+        write_to("figure", drawing, lambda: draw_plan(search, options, advice, drawing))
+        screen.print(f"{drawing}: the steps, and the memory of every stage")

@@ -1,0 +1,38 @@
+"""`slipstream study`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UsageError
+from .parse import parse
+
+
+@dataclass(frozen=True)
+class StudyArguments:
+    """Trains every cell of a grid, each in one process and delayed as a pipeline would delay it, and compares them:
+    optimizers x {sync, async, async with error feedback}. A finished cell is not run again. Without GRID.toml, the
+    built-in grid: AdamW and Muon on a CPU, in minutes."""
+
+    output: Path | None = None
+    """Where cells, table and figures go; by default runs/study-NAME, with the grid's name."""
+    only: tuple[str, ...] = ()
+    """Run no other optimizers than these; the table still shows every cell that is done."""
+    jobs: int | None = None
+    """Cells at a time; by default one per core, or one on a GPU."""
+
+
+def main(arguments: list[str]) -> None:
+    from ..tools.study.grid import BUILTIN, load_grid
+    from ..tools.study.runner import run_study
+
+    path = BUILTIN
+    if arguments and not arguments[0].startswith("-"):
+        path = Path(arguments.pop(0))
+    given = parse(StudyArguments, arguments, "slipstream study [GRID.toml]", inspect.getdoc(StudyArguments) or "")
+    if given.jobs is not None and given.jobs < 1:
+        raise UsageError(f"jobs = {given.jobs} is too small: use 1 or more")
+    grid = load_grid(path)
+    run_study(grid, path, given.output or Path("runs") / f"study-{grid.name}", given.only, given.jobs)

@@ -1,0 +1,62 @@
+"""`slipstream timeline`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ..config.files import check_output
+from ..errors import UsageError
+from .parse import find_run, parse
+
+
+@dataclass(frozen=True)
+class TimelineArguments:
+    """Draws a window of what the stages of a run did, from its trace.json, as `slipstream schedule` draws a plan."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, such as runs/default, or its name below runs."""
+    start: float | None = None
+    """Seconds from the beginning of the trace; left out: the last steps before the pipeline drains."""
+    seconds: float | None = None
+    """How long a window; left out: two steps."""
+    output: Path = Path("timeline.svg")
+    """.svg or .png"""
+
+
+def main(arguments: list[str]) -> None:
+    from ..observe.trace import TraceError, Window, measured_timeline, read_trace, steady_window
+    from ..schedule import ScheduleError
+    from ..schedule.render import png, svg
+
+    given = parse(TimelineArguments, arguments, "slipstream timeline", inspect.getdoc(TimelineArguments) or "")
+    run = find_run(given.run)
+    if given.output.suffix not in (".svg", ".png"):
+        raise UsageError(f"output = '{given.output}' cannot be drawn: end its name in .svg or .png")
+    if given.seconds is not None and not given.seconds > 0:
+        raise UsageError(f"seconds = {given.seconds:g} shows nothing: use more than 0")
+    try:
+        trace = read_trace(run / "trace.json")
+        steady = steady_window(trace)
+        window = Window(
+            steady.start if given.start is None else given.start,
+            steady.seconds if given.seconds is None else given.seconds,
+        )
+        timeline = measured_timeline(trace, window)
+        drawn = window.within(trace)
+        title = f"{run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"
+        check_output(given.output)
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        if given.output.suffix == ".svg":
+            given.output.write_text(svg(timeline, title), encoding="utf-8")
+        else:
+            png(timeline, title, given.output)
+    except (TraceError, ScheduleError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"output = '{given.output}' cannot be written ({error.strerror}): choose another") from error
+    print(f"drawn in {given.output}: {drawn.seconds:.3f} s from {drawn.start:.3f} s")

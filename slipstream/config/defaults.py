@@ -1,0 +1,101 @@
+"""What a configuration leaves open, chosen: by the machine, and by the optimizer.
+
+    config = settled(Config())          # train.device = "cpu" or "cuda", and all that follows from it
+
+A run writes its configuration down as it was settled, so that nothing about it has to be guessed later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ConfigError
+from ..optim.recipes import RECIPES
+from ..precision import Precision
+from ..transport.environment import under_torchrun
+from .layout import num_processes
+from .schema import Config, OptimizerSection
+
+LEARNING_RATES = {"muon": 0.02, "adamw": 0.001} | {name: recipe.learning_rate for name, recipe in RECIPES.items()}
+"""The best of our own sweep (docs/results.md, Learning rates); a start for other models, and no more."""
+ADAMW_LEARNING_RATE = 0.003
+"""Of what AdamW takes beside another."""
+
+
+def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Config:
+    """device: that is meant where train.device = "auto"; None: GPUs if there are enough."""
+    if config.train.device == "auto":
+        has_enough = torch.cuda.is_available() and torch.cuda.device_count() >= num_gpus_wanted(config)
+        chosen: Literal["cpu", "cuda"] = device or ("cuda" if has_enough else "cpu")
+        config = replace(config, train=replace(config.train, device=chosen))
+    in_bf16 = config.train.device == "cuda" and config.train.dtype == "float32"
+    train, optimizer = config.train, config.optimizer
+    if train.compute_dtype is None and in_bf16:
+        train = replace(train, compute_dtype="bfloat16")
+    if optimizer.newton_schulz_dtype is None:
+        optimizer = replace(optimizer, newton_schulz_dtype="bfloat16" if in_bf16 else "float32")
+    rate, adamw_rate = peak_rates_of(optimizer)
+    optimizer = replace(optimizer, learning_rate=rate)
+    if leaves_rest_to_adamw(optimizer):
+        optimizer = replace(optimizer, adamw_learning_rate=adamw_rate)
+    return replace(config, train=train, optimizer=optimizer)
+
+
+def precision_of(config: Config) -> Precision:
+    train = config.train
+    names = train.compute_dtype, train.gradient_dtype, train.reduction_dtype
+    return Precision.of(getattr(torch, train.dtype), *(getattr(torch, name) if name else None for name in names))
+
+
+def may_share_a_gpu(config: Config) -> bool:
+    section = config.pipeline
+    return section.transport == "thread" or section.share_gpu or section.backend == "gloo"
+
+
+def num_gpus_wanted(config: Config) -> int:
+    """On this machine, where every process wants one of its own; 1 where they share."""
+    if may_share_a_gpu(config):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else num_processes(config)
+
+
+def leaves_rest_to_adamw(section: OptimizerSection) -> bool:
+    """Whether the optimizer takes matrices alone."""
+    return section.name == "muon" or (section.name in RECIPES and RECIPES[section.name].matrices_only)
+
+
+def peak_rates_of(section: OptimizerSection) -> tuple[float, float]:
+    """The optimizer's own, and AdamW's beside it."""
+    rate = section.learning_rate
+    if rate is None:
+        rate = LEARNING_RATES[section.name] if section.name in LEARNING_RATES else _rate_of_class(section.name)
+    return rate, ADAMW_LEARNING_RATE if section.adamw_learning_rate is None else section.adamw_learning_rate
+
+
+def _rate_of_class(path: str) -> float:
+    rate = inspect.signature(optimizer_class(path)).parameters.get("lr")
+    if rate is None or not isinstance(rate.default, (int, float)):
+        raise ConfigError(f"optimizer.learning_rate is missing, and {path} has none to begin with: give one")
+    return float(rate.default)
+
+
+def optimizer_class(path: str) -> Any:
+    module_name, _, class_name = path.rpartition(".")
+    cls, reason = None, ""
+    if module_name:
+        try:
+            cls = getattr(importlib.import_module(module_name), class_name)
+        except Exception as error:  # it is the user's module, and may raise anything
+            reason = f" ({error})"
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"optimizer.name = {path!r} is no optimizer{reason}: use muon, adamw, {', '.join(RECIPES)} or the import "
+            "path of an installed torch optimizer, such as torch.optim.SGD"
+        )
+    return cls

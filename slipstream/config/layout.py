@@ -1,0 +1,164 @@
+"""The layout of a run: into how many stages its model is cut, where, and in how many replicas.
+
+    4               four stages
+    2x2             two stages, in each of two replicas
+    4/3,4,4,3       four stages of so many layers
+
+A run may change it on its way: after given steps (`pipeline.reshape = ["100=4", "200=2x2"]`), or when it is told to
+(`slipstream reshape RUN 4`). The batches stay what they were: with other replicas, each takes another share of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..schedule import TRAITS
+from ..transport.mesh import Mesh
+from .rules import validate
+from .schema import Config
+
+LAYOUT = re.compile(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?(?:/([0-9]{1,6}(?:,[0-9]{1,6})*))?")
+
+CHANGE = re.compile(r"([1-9][0-9]{0,17})=(.+)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    stages: int
+    replicas: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    """Empty: balanced by their cost."""
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        found = LAYOUT.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(
+                f"{text.strip()[:60]!r} is no layout: write the number of stages, such as 4, replicas after an x, as "
+                "in 2x2, and layers of every stage after a /, as in 2/5,5"
+            )
+        stages, replicas, layers = found.groups()
+        return cls(int(stages), int(replicas or 1), tuple(map(int, layers.split(","))) if layers else ())
+
+    @classmethod
+    def of(cls, config: Config) -> Layout:
+        section = config.pipeline
+        return cls(section.stages, section.replicas, section.layers_per_stage)
+
+    def __str__(self) -> str:
+        replicas = f"x{self.replicas}" if self.replicas > 1 else ""
+        layers = f"/{','.join(map(str, self.layers_per_stage))}" if self.layers_per_stage else ""
+        return f"{self.stages}{replicas}{layers}"
+
+    @property
+    def size(self) -> int:
+        """Processes that it takes."""
+        return self.stages * self.replicas
+
+    def mesh(self, config: Config) -> Mesh:
+        return Mesh(self.stages, self.replicas, config.pipeline.placement)
+
+    def applied(self, config: Config) -> Config:
+        """The configuration of a run that has this layout, makes the same steps, and does not change it."""
+        section = config.pipeline
+        microbatches, rest = divmod(section.microbatches * section.replicas, self.replicas)
+        if rest:
+            raise ConfigError(
+                f"a step's {section.microbatches * section.replicas} microbatches cannot be shared by {self.replicas} "
+                "replicas: use a number that divides them"
+            )
+        changed = dataclasses.replace(
+            section,
+            stages=self.stages,
+            replicas=self.replicas,
+            layers_per_stage=self.layers_per_stage,
+            microbatches=microbatches,
+            processes=num_processes(config),
+            reshape=(),
+        )
+        applied = dataclasses.replace(config, pipeline=changed)
+        validate(applied)
+        return applied
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """When a run is to have which layout."""
+
+    step: int
+    """Updates made by then."""
+    layout: Layout
+
+
+def layout_changes(config: Config) -> list[LayoutChange]:
+    """What pipeline.reshape says, in order."""
+    found: list[LayoutChange] = []
+    for text in config.pipeline.reshape:
+        match = CHANGE.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(
+                f"pipeline.reshape = {text[:60]!r} says no step: write a step and the layout after it, as in 100=4"
+            )
+        step = int(match[1])
+        try:
+            found.append(LayoutChange(step, Layout.parse(match[2])))
+        except ConfigError as error:
+            raise ConfigError(f"pipeline.reshape = {text[:60]!r}: {error}") from error
+        if step >= config.train.steps:
+            raise ConfigError(
+                f"pipeline.reshape = {text[:60]!r} comes when all train.steps = {config.train.steps} are made: use less"
+            )
+    if [change.step for change in found] != sorted({change.step for change in found}):
+        raise ConfigError(f"pipeline.reshape = {list(config.pipeline.reshape)} is not in order: sort it by its steps")
+    return found
+
+
+def num_processes(config: Config) -> int:
+    """That a run is started with."""
+    section = config.pipeline
+    if section.processes is not None:
+        return section.processes
+    return max(section.stages * section.replicas, *(change.layout.size for change in layout_changes(config)), 1)
+
+
+def validate_layouts(config: Config) -> None:
+    """All but what the model says to them."""
+    section, layouts = config.pipeline, [change.layout for change in layout_changes(config)]
+    size = section.stages * section.replicas
+    if section.processes is not None and section.processes < (
+        most := max([size, *(layout.size for layout in layouts)])
+    ):
+        raise ConfigError(
+            f"pipeline.processes = {section.processes} is less than the {most} that pipeline.stages x "
+            "pipeline.replicas or pipeline.reshape come to: use as many, or leave it out"
+        )
+    if num_processes(config) > size or layouts:
+        check_changeable(config)
+    for text, layout in zip(section.reshape, layouts, strict=True):
+        try:
+            layout.applied(config)
+        except ConfigError as error:
+            raise ConfigError(f"pipeline.reshape = {text!r} cannot be: {error}") from error
+
+
+def check_changeable(config: Config) -> None:
+    if TRAITS[config.pipeline.schedule].steps_alone:
+        others = [name for name, traits in TRAITS.items() if not traits.steps_alone]
+        raise ConfigError(
+            f"pipeline.schedule = {config.pipeline.schedule!r} keeps weights that belong to its stages, and cannot "
+            f"change their number: leave pipeline.reshape and pipeline.processes out, or use {' or '.join(others)}"
+        )
+
+
+def layout_at(config: Config, step: int) -> Layout:
+    """What pipeline.reshape comes to for a run that begins after so many updates."""
+    passed = [change.layout for change in layout_changes(config) if change.step <= step]
+    return passed[-1] if passed else Layout.of(config)
+
+
+def next_layout_change(config: Config, step: int) -> LayoutChange | None:
+    """The first after so many updates."""
+    return next((change for change in layout_changes(config) if change.step > step), None)

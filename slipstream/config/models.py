@@ -1,0 +1,77 @@
+"""Builds the model that a configuration describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..errors import ConfigError
+from ..model.presets import PRESETS, ModelConfig
+from ..model.registry import MODELS, Decoder, preset
+from ..model.spec import ModelSpec
+from .imports import find
+from .schema import Config, ModelSection
+
+
+def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
+    """The model that the configuration describes, for a corpus with so many token ids."""
+    cls = find("model.name", config.model.name, MODELS)
+    if not (isinstance(cls, type) and issubclass(cls, ModelSpec)):
+        raise ConfigError(f"model.name = {config.model.name!r} is no ModelSpec: give the import path of one")
+    try:
+        chosen = _decoder(config, corpus_vocab_size) if cls is Decoder else _own(config, corpus_vocab_size, cls)
+        chosen.validate()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if chosen.vocab_size < corpus_vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {chosen.vocab_size} is too small for a corpus of {corpus_vocab_size} token ids: "
+            f"use at least {corpus_vocab_size}, or leave it out"
+        )
+    return chosen
+
+
+def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:
+    """The preset with the section's changes."""
+    changes = {
+        member.name: value
+        for member in dataclasses.fields(ModelConfig)
+        if (value := getattr(config.model, member.name, None)) is not None
+    }
+    changes.setdefault("vocab_size", max(PRESETS[config.model.preset].vocab_size, corpus_vocab_size))
+    return preset(config.model.preset, **changes)
+
+
+def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelSpec:
+    """A model of the user's own, with model.arguments and what else of the section has been set."""
+    section, fields = config.model, {member.name: member for member in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(section.arguments)
+    for member in dataclasses.fields(ModelSection):
+        value = getattr(section, member.name)
+        if member.name in ("name", "arguments", "preset") or value is None:
+            continue
+        if member.name not in fields:
+            raise ConfigError(f"model.{member.name} = {value} is no field of {section.name}: leave it out")
+        given[member.name] = value
+    if unknown := given.keys() - fields.keys():
+        raise ConfigError(
+            f"model.arguments.{min(unknown)} is no field of {section.name}: its fields are {', '.join(fields)}"
+        )
+    if corpus_vocab_size:
+        given.setdefault("vocab_size", corpus_vocab_size)
+    whole = {name: int(value) if fields[name].type in ("int", int) else value for name, value in given.items()}
+    return cls(**whole)
+
+
+def with_model(config: Config, model: ModelSpec) -> Config:
+    """The configuration with nothing of the model left to its preset or to the corpus."""
+    values = model.facts()
+    names = {member.name for member in dataclasses.fields(ModelSection)} & values.keys()
+    section = dataclasses.replace(config.model, **{name: values[name] for name in names})
+    return dataclasses.replace(config, model=section)
+
+
+def recomputed_layers(config: Config, model: ModelSpec) -> tuple[str, ...]:
+    """By name: every n-th block, from the first, whichever stage it is on."""
+    every, blocks = config.train.recompute_every, model.layer_names[1:-1]
+    return tuple(blocks[::every]) if every else ()

@@ -1,0 +1,118 @@
+"""Builds parameter groups, peak rates and the learning-rate schedule from a configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
+from .defaults import leaves_rest_to_adamw, optimizer_class, peak_rates_of, settled
+from .rules import has_experts
+from .schema import Config, OptimizerSection
+
+MAX_WARMUP_STEPS = 1000
+"""Of a run that does not say: what suits a short one is long for a long one."""
+
+
+def parameter_groups(config: Config) -> list[Group]:
+    balance = [balance_experts(_balance_rate(config.optimizer))] if has_experts(config) else []
+    return balance + _optimizer_groups(config)
+
+
+def _balance_rate(section: OptimizerSection) -> float:
+    """That of DeepSeek-V3 (arXiv:2412.19437, section 4.2), unless another is given."""
+    return 0.001 if section.balance_rate is None else section.balance_rate
+
+
+def _optimizer_groups(config: Config) -> list[Group]:
+    config = settled(config)
+    section, (rate, adamw_rate) = config.optimizer, peak_rates_of(config.optimizer)
+    clip_norm = section.clip_norm or None
+    shared: dict[str, Any] = {
+        "weight_decay": section.weight_decay,
+        "error_feedback": section.error_feedback,
+        "clip_norm": clip_norm,
+    }
+    if section.name == "muon":
+        return muon_and_adamw(
+            muon_lr=rate,
+            muon_beta=section.momentum,
+            muon_nesterov=section.nesterov,
+            muon_lookahead=1.0 if section.lookahead is None else section.lookahead,
+            muon_ns_steps=section.newton_schulz_steps,
+            muon_ns_dtype=getattr(torch, section.newton_schulz_dtype or "float32"),
+            adamw_lr=adamw_rate,
+            adamw_beta1=section.beta1,
+            adamw_beta2=section.beta2,
+            adamw_nesterov=section.adamw_nesterov,
+            adamw_predictor=adamw_predictor(section),
+            **shared,
+        )
+    adamw = partial(
+        AdamW,
+        beta1=section.beta1,
+        beta2=section.beta2,
+        nesterov=section.adamw_nesterov,
+        predictor=adamw_predictor(section),
+    )
+    if section.name == "adamw":
+        return [Group("all", partial(adamw, lr=rate), elementwise=True, **shared)]
+    if section.name in RECIPES:
+        recipe, make = RECIPES[section.name], _recipe_optimizer(section)
+        matrices = Group("matrices", make, is_matrix, elementwise=recipe.elementwise, **shared)
+        if recipe.matrices_only:
+            make = partial(adamw, lr=adamw_rate)
+        return [matrices, Group("rest", make, elementwise=recipe.elementwise or recipe.matrices_only, **shared)]
+    cls = optimizer_class(section.name)
+    arguments: dict[str, float] = {"lr": rate, **section.arguments}
+    if "weight_decay" in inspect.signature(cls).parameters:
+        arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
+    return [Group("all", partial(cls, **arguments), **shared)]
+
+
+def adamw_predictor(section: OptimizerSection) -> str:
+    return section.adamw_predictor or ("nesterov" if section.name == "adamw" else "last")
+
+
+def peak_rates(config: Config) -> dict[str, float]:
+    """By group, as `parameter_groups` names them."""
+    section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
+    rate, adamw_rate = peak_rates_of(section)
+    balance = {"balance": _balance_rate(section)} if has_experts(config) else {}
+    if leaves_rest_to_adamw(section):
+        return balance | {"matrices": rate, "rest": adamw_rate}
+    return balance | ({"matrices": rate, "rest": rate} if recipe else {"all": rate})
+
+
+def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    recipe = RECIPES[section.name]
+    try:
+        return recipe.optimizer(peak_rates_of(section)[0], section.arguments)
+    except (ImportError, AttributeError) as error:  # without the package, or with one too old to have the class
+        raise ConfigError(
+            f"optimizer.name = {section.name!r} needs pytorch-optimizer 4.1 or newer ({error}): "
+            "pip install --upgrade pytorch-optimizer"
+        ) from error
+
+
+def learning_rate(config: Config) -> Callable[[int], float]:
+    """By update: what every peak rate is multiplied by."""
+    section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
+    warmup, decay = section.warmup_steps, section.decay_steps
+    if warmup is None:
+        warmup = min(steps // 10, MAX_WARMUP_STEPS, steps - (decay or 0))
+    if decay is None:
+        decay = min(steps // 5, steps - warmup)
+    return learning_rate_schedule(
+        section.schedule,
+        warmup_steps=warmup,
+        total_steps=steps,
+        decay_steps=decay,
+        final_fraction=section.final_fraction,
+    )

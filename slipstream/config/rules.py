@@ -1,0 +1,250 @@
+"""Checks a configuration, and derives what follows from it without looking at data.
+
+Every mistake is a `ConfigError` of one sentence that names the field, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..model.presets import PRESETS
+from ..schedule import DEPTHS, SCHEDULES, TRAITS, Schedule, ScheduleError
+from .schema import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS, Config, OptimizerSection
+
+
+def has_experts(config: Config) -> bool:
+    num_experts = config.model.num_experts
+    if config.model.name != "decoder":
+        return False
+    return bool(PRESETS[config.model.preset].num_experts if num_experts is None else num_experts)
+
+
+def schedule_of(config: Config) -> Schedule:
+    section = config.pipeline
+    return Schedule(
+        section.schedule,
+        section.stages,
+        section.microbatches,
+        config.train.steps,
+        depth=section.depth,
+        sync_start_steps=section.sync_start_steps,
+    )
+
+
+# ---- what cannot be
+AT_LEAST = {
+    "train.steps": 1,
+    "train.microbatch_size": 1,
+    "train.loss_chunk_tokens": 0,
+    "train.recompute_every": 0,
+    "pipeline.stages": 1,
+    "pipeline.replicas": 1,
+    "pipeline.processes": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.sync_start_steps": 0,
+    "optimizer.error_feedback": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_norm": 0,
+    "optimizer.learning_rate": 0,
+    "optimizer.adamw_learning_rate": 0,
+    "optimizer.horizon_steps": 1,
+    "optimizer.newton_schulz_steps": 1,
+    "evaluation.every_steps": 0,
+    "evaluation.batches": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.every_minutes": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
+    "run.log_every_steps": 1,
+    "run.trace_actions": 0,
+}
+
+AT_MOST = {
+    "train.steps": 10**9,
+    "pipeline.microbatches": 2**16,
+    "evaluation.batches": 2**20,
+    "optimizer.newton_schulz_steps": 1000,
+    "optimizer.learning_rate": 1e30,
+    "optimizer.adamw_learning_rate": 1e30,
+    "optimizer.weight_decay": 1e30,
+    "optimizer.clip_norm": 1e30,
+    "optimizer.error_feedback": 1e30,
+    "optimizer.balance_rate": 1e30,
+}
+"""Far beyond any use, and short of what looks like a hang or float32 cannot hold."""
+
+
+def validate(config: Config) -> None:
+    """What can be said without looking at data or model; the rest is said when those are built."""
+    from ..optim.learning_rate import SCHEDULES as LEARNING_RATES  # here, because they come with torch
+
+    values = dict(_walk(config))
+    for path, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path} = {value} is not finite: write a number that is")
+        if isinstance(value, str) and not _is_unicode(value):
+            raise ConfigError(f"{path} = {value!r} is not Unicode: write it in UTF-8")
+    for path, least in AT_LEAST.items():
+        if values[path] is not None and values[path] < least:
+            raise ConfigError(f"{path} = {values[path]} is too small: use {least} or more")
+    for path, most in AT_MOST.items():
+        if values[path] is not None and values[path] > most:
+            raise ConfigError(
+                f"{path} = {values[path]} is too large: use {most if most < 1e9 else f'{most:g}'} or less"
+            )
+    choose("model.preset", config.model.preset, PRESETS)
+    choose("pipeline.schedule", config.pipeline.schedule, SCHEDULES)
+    choose("pipeline.depth", config.pipeline.depth, DEPTHS)
+    choose("optimizer.schedule", config.optimizer.schedule, LEARNING_RATES)
+    _validate_pipeline(config)
+    _validate_optimizer(config)
+    train = config.train
+    if (train.compute_dtype, train.dtype) == ("float64", "float32"):
+        raise ConfigError(
+            f"train.compute_dtype = {train.compute_dtype!r} is finer than train.dtype = {train.dtype!r}: set that to "
+            "'float64' too, or leave train.compute_dtype out"
+        )
+    name = config.run.name
+    if not name or Path(name).name != name or name == ".." or not name.isprintable():
+        raise ConfigError(f"run.name = {name!r} is not the name of a folder: use letters, digits, - and _")
+    if not config.run.folder or not config.run.folder.isprintable():
+        raise ConfigError(f"run.folder = {config.run.folder!r} is not a path: name a folder to keep runs in")
+
+
+def _walk(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value and its path; those of a list or a table one by one."""
+    for member in dataclasses.fields(section):
+        value, path = getattr(section, member.name), f"{where}{member.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{path}.")
+        elif isinstance(value, dict):
+            yield from ((f"{path}.{key}", item) for key, item in value.items())
+        elif isinstance(value, tuple):
+            yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+        else:
+            yield path, value
+
+
+def _is_unicode(text: str) -> bool:
+    """An argument that was not decodable carries surrogates, which no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def choose(path: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{path} = {value!r} is unknown: choose one of {', '.join(known)}")
+
+
+def _validate_pipeline(config: Config) -> None:
+    section = config.pipeline
+    traits, name = TRAITS[section.schedule], section.schedule
+    if section.depth not in traits.depths:
+        raise ConfigError(
+            f"pipeline.depth = {section.depth!r} is made for two_bw, not for {name}: set pipeline.depth = 'minimum'"
+        )
+    if not MIN_TIMEOUT_SECONDS <= section.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"pipeline.timeout_seconds = {section.timeout_seconds:g} cannot be: use at least {MIN_TIMEOUT_SECONDS:g}, "
+            f"and at most {MAX_TIMEOUT_SECONDS:,.0f}"
+        )
+    if traits.drifts and config.optimizer.error_feedback != 0:
+        raise ConfigError(
+            f"optimizer.error_feedback = {config.optimizer.error_feedback:g} needs a weight version to predict into, "
+            f"and {name} keeps none: set optimizer.error_feedback = 0, or pipeline.schedule = 'two_bw'"
+        )
+    if traits.drifts and config.train.recompute_every:
+        raise ConfigError(
+            f"train.recompute_every = {config.train.recompute_every} computes blocks again with the weights of their "
+            f"forward, and {name} has overwritten them: set train.recompute_every = 0, or pipeline.schedule = 'two_bw'"
+        )
+    if traits.drifts and config.train.compile:
+        raise ConfigError(
+            "train.compile = true leaves it to the compiler what a backward keeps of the forward's weights, and under "
+            f"{name} it must read the newest: set train.compile = false, or pipeline.schedule = 'two_bw'"
+        )
+    if traits.drifts and config.checkpoint.resume:
+        raise ConfigError(
+            f"checkpoint.resume = true needs the weights that microbatches in flight have read, and {name} overwrites "
+            "them: begin anew, or use another schedule"
+        )
+    try:
+        schedule_of(config)
+    except ScheduleError as error:
+        # Everything else it could object to has been looked at above.
+        raise ConfigError(f"pipeline.microbatches = {section.microbatches} cannot be: {error}") from error
+
+
+def _validate_optimizer(config: Config) -> None:
+    from ..optim.recipes import RECIPES
+
+    section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
+    whose = "train.steps" if section.horizon_steps is None else "optimizer.horizon_steps"
+    for name in ("momentum", "beta1", "beta2"):
+        value = getattr(section, name)
+        if not 0 <= value < 1:
+            raise ConfigError(f"optimizer.{name} = {value} cannot be: use at least 0 and less than 1")
+    if section.lookahead is not None and not 0 <= section.lookahead * (1 - section.momentum) <= 1 + 1e-9:
+        most = 1 / (1 - section.momentum)
+        raise ConfigError(
+            f"optimizer.lookahead = {section.lookahead} cannot be: use 0 to {most:g}, where with optimizer.momentum = "
+            f"{section.momentum} the newest gradient is all that counts"
+        )
+    if section.balance_rate is not None:
+        _validate_balance(config, section.balance_rate)
+    if not 0 <= section.final_fraction <= 1:
+        raise ConfigError(f"optimizer.final_fraction = {section.final_fraction} is no share: use 0 to 1")
+    for name in ("warmup_steps", "decay_steps"):
+        value = getattr(section, name)
+        if value is not None and not 0 <= value <= steps:
+            raise ConfigError(
+                f"optimizer.{name} = {value} does not fit into {whose} = {steps}: use 0 to {steps}, or leave it out"
+            )
+    if section.schedule == "wsd" and section.warmup_steps and section.decay_steps:
+        left = steps - section.warmup_steps
+        if section.decay_steps > left:
+            raise ConfigError(
+                f"optimizer.decay_steps = {section.decay_steps} is more than the {left} of {whose} = {steps} that "
+                f"optimizer.warmup_steps = {section.warmup_steps} leaves: use at most {left}"
+            )
+    if section.arguments and section.name in ("muon", "adamw"):
+        raise ConfigError(
+            f"optimizer.arguments = {section.arguments} is for other optimizers, and {section.name} has fields of its "
+            "own: use those"
+        )
+    for name, own in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        if name in section.arguments:
+            raise ConfigError(
+                f"optimizer.arguments.{name} = {section.arguments[name]} has a field of its own: set optimizer.{own}"
+            )
+    if section.name in RECIPES:
+        _validate_recipe(section, RECIPES[section.name].arguments)
+
+
+def _validate_balance(config: Config, rate: float) -> None:
+    if rate < 0:
+        raise ConfigError(f"optimizer.balance_rate = {rate} is too small: use 0 or more")
+    if not has_experts(config):
+        raise ConfigError(
+            f"optimizer.balance_rate = {rate} balances experts, and model.preset = {config.model.preset!r} has none: "
+            "leave it out, or set model.num_experts"
+        )
+
+
+def _validate_recipe(section: OptimizerSection, known: Mapping[str, float]) -> None:
+    """The classes take any argument and say nothing of those they do not know."""
+    for name, value in section.arguments.items():
+        if name not in known:
+            raise ConfigError(
+                f"optimizer.arguments.{name} = {value:g} means nothing to {section.name}: it has {', '.join(known)}"
+            )
+        if isinstance(known[name], int) and value != int(value):
+            raise ConfigError(f"optimizer.arguments.{name} = {value:g} cannot be: write a whole number")

@@ -1,0 +1,118 @@
+"""Reads and writes configurations as TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from .files import read_plain_file
+from .rules import choose
+from .schema import Config
+
+
+# ---- TOML in and out
+def load_toml(path: Path) -> Config:
+    try:
+        tree = tomllib.loads(read_plain_file(path).decode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, a number without end, tables without end
+        raise ConfigError(f"{path} is not valid TOML ({error}): mend it there") from error
+    return build(Config, tree, f"{path}: ")
+
+
+def build(cls: type, tree: Any, where: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where.rstrip('. ')} = {tree!r} is not a section: write it as a TOML table")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, value in tree.items():
+        if name not in hints:
+            raise ConfigError(f"{where}{name} is unknown: {_suggest(name, hints)}")
+        values[name] = _convert(hints[name], value, f"{where}{name}")
+    return cls(**values)
+
+
+def _suggest(name: str, hints: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(name, hints, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    for section, hint in hints.items():
+        if dataclasses.is_dataclass(hint) and name in typing.get_type_hints(hint):
+            return f"did you mean {section}.{name}?"
+    return f"known are {', '.join(hints)}"
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:  # which JSON has, and TOML has not
+            return None
+        return _convert(next(a for a in arguments if a is not types.NoneType), value, where)
+    if origin is Literal and isinstance(value, str):
+        choose(where, value, arguments)
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(arguments[0], item, where) for item in value)
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, f"{where}.")
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return _to_float(value, where)
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
+        return value
+    raise ConfigError(f"{where} = {value!r} has the wrong type: write {wanted(hint)}")
+
+
+def _to_float(value: int, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ConfigError(f"{where} = {value} is too large: write a smaller number") from error
+
+
+def wanted(hint: Any) -> str:
+    """What to write for a field of this type, in TOML or on the command line."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return wanted(next(a for a in arguments if a is not types.NoneType))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        return f"a list, each item {wanted(arguments[0])}"
+    if origin is dict:
+        return f"a table, each value {wanted(arguments[1])}"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a text")
+
+
+def to_toml(config: Config) -> str:
+    """What `load_toml` reads back to the same configuration; fields without a value are left out."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        for name, value in dataclasses.asdict(getattr(config, section.name)).items():
+            if value is not None:
+                lines.append(f"{name} = {literal(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML's escapes are JSON's, except that it has no surrogate pairs and does not take a bare DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(key)} = {literal(item)}" for key, item in value.items()) + "}"
+    return repr(value)

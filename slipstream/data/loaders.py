@@ -1,0 +1,37 @@
+"""Who reads the corpus of a run: a name, or the import path of a function of your own.
+
+    def load(config: DataConfig) -> Corpus: ...
+
+    slipstream train --data.loader mypackage.data.load --data.sources anything the function understands
+
+The function returns token ids to train on and token ids held out; `Tokens` takes arrays, also memory-mapped ones. Every
+process calls it, and all must get the same tokens. Batches, resume, replicas and studies work on what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config.imports import find
+from ..config.schema import DataConfig
+from .corpus import Corpus, load_corpus
+from .tokens import DataError
+
+LOADERS: dict[str, Callable[[DataConfig], Corpus]] = {"files": load_corpus}
+"""By the name that `data.loader` uses."""
+
+
+def corpus_of(config: DataConfig) -> Corpus:
+    load = find("data.loader", config.loader, LOADERS)
+    if config.loader in LOADERS:
+        return LOADERS[config.loader](config)
+    try:
+        corpus = load(config)
+    except DataError:
+        raise
+    except Exception as error:  # it is the user's function, and may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"data.loader = {config.loader!r} failed ({reason}): change the function") from error
+    if not isinstance(corpus, Corpus):
+        raise DataError(f"data.loader = {config.loader!r} returned a {type(corpus).__name__}: return a Corpus")
+    return corpus

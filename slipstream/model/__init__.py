@@ -1,0 +1,1 @@
+"""The decoder that `slipstream train` trains, with its presets."""

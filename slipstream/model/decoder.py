@@ -1,0 +1,247 @@
+"""A decoder in the style of Llama and SmolLM2, written to be cut.
+
+It is an `nn.Sequential` of named layers (embedding, block0, block1, ..., head), each fed by the one before
+alone, and it never hears of pipelines. Blocks are dense or, with `num_experts`, mixtures of experts (moe.py). Any slice
+of it is a model whose parameters keep their names:
+
+    config = PRESETS["tiny"]
+    with torch.device("meta"):
+        model = decoder(config)[2:4]                          # block1 and block2
+    initialise(model.to_empty(device="cpu"), config, seed=0)  # the weights they have in the whole model
+
+Projections, rotary convention and norms are those of transformers' LlamaForCausalLM; only the names differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .experts import Mixture
+from .presets import ModelConfig, layer_names
+
+IGNORE = -100
+"""A target that counts for nothing: padding, or a position nobody is asked about."""
+
+WRITE_TO_THE_RESIDUAL_STREAM = (
+    "attention.output.weight",
+    "mlp.down.weight",
+    "mlp.experts.down",
+    "mlp.shared.down.weight",
+)
+"""How the names of these parameters end."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries."""
+
+    cosine: Tensor  # (sequence_length, head_dim / 2), as is sine
+    sine: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.rope_base = config.rope_base
+        self.query = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
+        self.key = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        # A block may stand alone on its device, so each has its own tables; a checkpoint has no use for them.
+        shape = (config.sequence_length, config.head_dim // 2)
+        self.register_buffer("cosine", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sine", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill in the rotary tables, in place: on construction, and again after `to_empty`."""
+        if self.cosine.is_meta:
+            return
+        length, pairs = self.cosine.shape
+        # On the CPU, in float64, and rounded to float32 first: every device and every order of casting agree.
+        exponent = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
+        position = torch.arange(length, dtype=torch.float64, device="cpu")
+        angle = torch.outer(position, self.rope_base**-exponent)
+        self.cosine.copy_(angle.cos().float())
+        self.sine.copy_(angle.sin().float())
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, length, dim) -> the same
+        batch, length, _ = x.shape
+        if length > self.cosine.shape[0]:
+            raise ValueError(
+                f"model.sequence_length is {self.cosine.shape[0]}, but a sequence has {length} positions: "
+                "raise it or send shorter sequences."
+            )
+        cosine, sine = self.cosine[:length], self.sine[:length]
+        query = self.query(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        key = self.key(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        # Flash attention, which is for half precision, reads shared heads in place. The CUDA kernel for
+        # float32 wants as many key heads as query heads; denied them, torch falls back to one that holds
+        # every length x length matrix (pytorch/pytorch#181528).
+        shared = query.dtype in (torch.float16, torch.bfloat16)
+        if not shared:
+            key = key.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+            value = value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
+        return self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn pair i of x (..., length, head_dim) by its position's angle (RoPE, arXiv:2104.09864).
+
+    A pair is entry i with entry i + head_dim / 2, as in the published Llama and SmolLM2 weights.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.to(x.dtype)  # the tables may be finer than x, as under autocast
+
+
+class Mlp(nn.Module):
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def mixture(config: ModelConfig) -> Mixture:
+    shared_dim = config.num_shared_experts * config.expert_dim
+    shared = Mlp(config.dim, shared_dim) if shared_dim else None
+    return Mixture(config.dim, config.num_experts, config.experts_per_token, config.expert_dim, shared)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, is_sparse: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = mixture(config) if is_sparse else Mlp(config.dim, config.hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Head(nn.Module):
+    def __init__(self, config: ModelConfig, logits: bool = True) -> None:
+        super().__init__()
+        self.logits = logits
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.norm(x)
+        return self.output(x) if self.logits else (x, self.output.weight)
+
+
+def decoder(config: ModelConfig, logits: bool = True) -> nn.Sequential:
+    """The whole model: token ids (batch, length) in, logits (batch, length, vocab_size) out.
+
+    logits: false hands over what they would be made of, the last hidden states and the weight of the projection, for a
+    loss that never holds all of them (loss.py).
+    """
+    config.validate()
+    num_dense = config.num_layers - config.num_sparse_layers
+    layers: list[nn.Module] = [
+        nn.Embedding(config.vocab_size, config.dim),
+        *(Block(config, is_sparse=i >= num_dense) for i in range(config.num_layers)),
+        Head(config, logits),
+    ]
+    model = nn.Sequential(OrderedDict(zip(layer_names(config), layers, strict=True)))
+    tie(model, config)
+    return model
+
+
+def tie(model: nn.Module, config: ModelConfig) -> None:
+    """Make embedding and head share one Parameter, where the config asks for it and `model` holds both.
+
+    Call it after `to_empty` on a whole model: torch materialises a shared meta parameter once for each owner.
+    """
+    layers = dict(model.named_children())
+    if config.tied_embeddings and "embedding" in layers and "head" in layers:
+        model.get_submodule("head.output").weight = model.get_submodule("embedding").weight
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
+    """Set every parameter and buffer of `decoder(config)`, or of any slice of it, by name. seed: None leaves the
+    parameters to somebody else.
+
+    A parameter's values depend on the seed and its full name alone, so every cut of the model starts from the
+    same weights. A tied head goes by the embedding's name, also where it stands alone. Weights are drawn from
+    N(0, 0.02^2), those that write to the residual stream narrowed by 1 / sqrt(2 num_layers) as in GPT-2;
+    norms start at one, and the biases of routers at zero.
+    """
+    tie(model, config)
+    known = set(layer_names(config))
+    for name, parameter in model.named_parameters():
+        if name.split(".")[0] not in known:
+            raise ValueError(
+                f"Parameter {name!r} belongs to no layer of this model: "
+                "cut it as decoder(config)[first:last], which keeps the names."
+            )
+        if seed is None:
+            continue
+        if name == "head.output.weight" and config.tied_embeddings:
+            name = "embedding.weight"
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+            continue
+        if name.endswith("router.bias"):
+            parameter.zero_()
+            continue
+        std = 0.02
+        if name.endswith(WRITE_TO_THE_RESIDUAL_STREAM):
+            std /= math.sqrt(2 * config.num_layers)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        # Always drawn on the CPU in float32, so that devices and dtypes start alike.
+        draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+        parameter.copy_(draw.mul_(std))
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.reset_buffers()
+
+
+def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
+    """Forward FLOPs per token of each layer, in the order of `layer_names`: what a partition should balance.
+
+    Two for each weight of a matrix; of experts, those that a token goes through. Attention adds two products over the
+    (sequence_length + 1) / 2 positions that a token sees on average. Looking up an embedding, norms, activations and
+    sorting tokens by expert count as nothing.
+    """
+    attention_weights = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
+    dense_weights = 3 * config.dim * config.hidden_dim
+    active_experts = config.experts_per_token + config.num_shared_experts
+    sparse_weights = config.dim * (config.num_experts + 3 * active_experts * config.expert_dim)
+    visible = (sequence_length + 1) / 2
+    dense, sparse = (
+        2.0 * (attention_weights + weights) + 2 * 2 * visible * config.num_heads * config.head_dim
+        for weights in (dense_weights, sparse_weights)
+    )
+    num_sparse = config.num_sparse_layers
+    blocks = [dense] * (config.num_layers - num_sparse) + [sparse] * num_sparse
+    return [0.0, *blocks, 2.0 * config.dim * config.vocab_size]
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross entropy over the positions whose target is not IGNORE, in float32 or finer.
+
+    A sum, so that microbatches and replicas add up; whoever knows the whole batch divides by its tokens.
+    """
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")

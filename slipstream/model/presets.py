@@ -1,0 +1,260 @@
+"""The shapes of the decoder: what can be chosen, and what is known by name. Without torch, for who only reads them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def layer_names(config: ModelConfig) -> list[str]:
+    """The layers of `decoder(config)`, in order."""
+    return ["embedding", *(f"block{i}" for i in range(config.num_layers)), "head"]
+
+
+MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 1000, 10_000, 4_000_000
+"""Of blocks, of experts in one, and of everything else: with so many, 64 bits still count the bytes of any tensor."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int
+    """Number of token ids; every id in the data is below it."""
+    sequence_length: int
+    """The most positions one sequence may have."""
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Number of blocks, between the embedding and the head."""
+    num_heads: int
+    """Query heads in each block; dim / num_heads is the width of one."""
+    num_kv_heads: int
+    """Key and value heads in each block; num_heads / num_kv_heads queries share one."""
+    hidden_dim: int
+    """Width inside the SwiGLU of each dense block."""
+    rope_base: float = 10000.0
+    """Base of the rotary wavelengths; longer sequences want a larger one."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside every RMSNorm."""
+    tied_embeddings: bool = False
+    """Whether the head's projection is the embedding's own parameter."""
+    num_experts: int = 0
+    """Routed experts of a block, all of one stage; 0: every block is dense."""
+    experts_per_token: int = 0
+    """Of these, how many a token goes through."""
+    expert_dim: int = 0
+    """Width inside the SwiGLU of one expert."""
+    num_shared_experts: int = 0
+    """Experts that every token goes through besides, as one SwiGLU of so many times expert_dim."""
+    num_dense_layers: int = 0
+    """Blocks, the first of all, that stay dense in a model with experts."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Blocks with experts, the last of all."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    def validate(self) -> None:
+        """Raise a ValueError whose one sentence names the field, its value and the remedy."""
+        for field in (
+            "vocab_size",
+            "sequence_length",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "hidden_dim",
+        ):
+            value, most = getattr(self, field), MAX_LAYERS if field == "num_layers" else MAX_SIZE
+            if value < 1:
+                raise ValueError(f"model.{field} is {value}: set it to 1 or more.")
+            if value > most:
+                raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
+        for field in ("rope_base", "norm_eps"):
+            value = getattr(self, field)
+            if not (0 < value < math.inf):
+                raise ValueError(f"model.{field} is {value}: set it to a positive number.")
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"model.dim is {self.dim}, which {self.num_heads} heads cannot share evenly: "
+                "make it a multiple of model.num_heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.dim is {self.dim}, which gives {self.num_heads} heads the odd width {self.head_dim}: "
+                "rotary positions turn pairs, so make it a multiple of 2 * model.num_heads."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads is {self.num_kv_heads}, which does not divide {self.num_heads}: "
+                "set it to a divisor of model.num_heads."
+            )
+        self._validate_experts()
+
+    def _validate_experts(self) -> None:
+        if self.num_experts < 0:
+            raise ValueError(f"model.num_experts is {self.num_experts}: set it to 0, for a dense model, or more.")
+        if self.num_experts == 0:
+            for field in ("experts_per_token", "expert_dim", "num_shared_experts", "num_dense_layers"):
+                value = getattr(self, field)
+                if value != 0:
+                    raise ValueError(
+                        f"model.{field} is {value}, but model.num_experts is 0 and the model dense: "
+                        f"set model.num_experts, or {field} to 0."
+                    )
+            return
+        for field in ("num_experts", "expert_dim", "num_shared_experts"):
+            value, most = getattr(self, field), MAX_EXPERTS if field == "num_experts" else MAX_SIZE
+            if value > most:
+                raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
+        if not 2 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token} of {self.num_experts} experts: set it to 2, for "
+                "the share of a single one is always 1 and teaches the router nothing, up to model.num_experts."
+            )
+        if self.expert_dim < 1:
+            raise ValueError(f"model.expert_dim is {self.expert_dim}: set it to 1 or more.")
+        if self.num_shared_experts < 0:
+            raise ValueError(f"model.num_shared_experts is {self.num_shared_experts}: set it to 0 or more.")
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers is {self.num_dense_layers} of {self.num_layers} blocks: "
+                "set it to 0 up to model.num_layers."
+            )
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # Bytes as tokens, for a laptop: 0.7M and 25M parameters. At 256 entries tying would save nothing.
+    "tiny": ModelConfig(
+        vocab_size=256,
+        sequence_length=256,
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        hidden_dim=256,
+    ),
+    "small": ModelConfig(
+        vocab_size=256,
+        sequence_length=512,
+        dim=512,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        hidden_dim=1536,
+    ),
+    # SmolLM2-135M and SmolLM2-360M (arXiv:2502.02737), for 2048 positions; the released ones allow 8192.
+    "135m": ModelConfig(
+        vocab_size=49152,
+        sequence_length=2048,
+        dim=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        hidden_dim=1536,
+        rope_base=100000.0,
+        tied_embeddings=True,
+    ),
+    "360m": ModelConfig(
+        vocab_size=49152,
+        sequence_length=2048,
+        dim=960,
+        num_layers=32,
+        num_heads=15,
+        num_kv_heads=5,
+        hidden_dim=2560,
+        rope_base=100000.0,
+        tied_embeddings=True,
+    ),
+    # The shape of Llama-3.2-1B, 1.24B parameters, without the RoPE scaling made for its longest sequences.
+    "1b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=2048,
+        dim=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=8192,
+        rope_base=500000.0,
+        tied_embeddings=True,
+    ),
+    # The shapes of Llama-3.2-3B, 3.21B parameters, and of Llama-3-8B, 8.03B, likewise.
+    "3b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        hidden_dim=8192,
+        rope_base=500000.0,
+        tied_embeddings=True,
+    ),
+    "8b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14336,
+        rope_base=500000.0,
+    ),
+    # To plan with: Llama-3-8B's shape with 40 blocks instead of 32, 9.8B parameters, and Llama-3-70B's, 70.6B. Both are
+    # for 4096 positions.
+    "10b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=4096,
+        num_layers=40,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14336,
+        rope_base=500000.0,
+    ),
+    "70b": ModelConfig(
+        vocab_size=128256,
+        sequence_length=4096,
+        dim=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        hidden_dim=28672,
+        rope_base=500000.0,
+    ),
+    # Mixtures of many small experts and two shared ones, in the manner of DeepSeekMoE (arXiv:2401.06066), and
+    # SmolLM2's vocabulary: 1.93B parameters of which a token uses 0.38B, and 10.1B of which it uses 1.7B.
+    "moe-2b": ModelConfig(
+        vocab_size=49152,
+        sequence_length=2048,
+        dim=1024,
+        num_layers=18,
+        num_heads=16,
+        num_kv_heads=4,
+        hidden_dim=4096,
+        rope_base=100000.0,
+        num_experts=64,
+        experts_per_token=6,
+        expert_dim=512,
+        num_shared_experts=2,
+        num_dense_layers=1,
+    ),
+    "moe-10b": ModelConfig(
+        vocab_size=49152,
+        sequence_length=4096,
+        dim=2048,
+        num_layers=24,
+        num_heads=16,
+        num_kv_heads=4,
+        hidden_dim=8192,
+        rope_base=500000.0,
+        num_experts=64,
+        experts_per_token=6,
+        expert_dim=1024,
+        num_shared_experts=2,
+        num_dense_layers=1,
+    ),
+}

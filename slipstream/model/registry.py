@@ -1,0 +1,46 @@
+"""The models that `model.name` knows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from .chunked_loss import decoder_and_loss
+from .decoder import initialise, layer_costs
+from .presets import PRESETS, ModelConfig
+from .spec import Loss, ModelSpec
+
+
+@dataclass(frozen=True)
+class Decoder(ModelConfig, ModelSpec):
+    """The decoder of decoder.py, dense or with experts."""
+
+    def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
+        return decoder_and_loss(self, loss_chunk_tokens)
+
+    def initialise(self, layers: nn.Module, seed: int | None) -> None:
+        initialise(layers, self, seed)
+
+    def layer_flops(self) -> list[float]:
+        return layer_costs(self, self.sequence_length)
+
+    def weightless_flops(self) -> float:
+        return 2.0 * (self.sequence_length + 1) * self.num_heads * self.head_dim
+
+    def num_active_parameters(self) -> int:
+        idle_experts = self.num_sparse_layers * (self.num_experts - self.experts_per_token)
+        return self.num_parameters() - idle_experts * 3 * self.dim * self.expert_dim
+
+    def widest(self, is_sparse: bool) -> int:
+        return self.expert_dim * max(self.num_experts, self.num_shared_experts) if is_sparse else self.hidden_dim
+
+
+def preset(name: str, **changes: Any) -> Decoder:
+    """A preset of presets.py, with some of its fields changed."""
+    return Decoder(**(asdict(PRESETS[name]) | changes))
+
+
+MODELS: dict[str, type[ModelSpec]] = {"decoder": Decoder}
+"""By the name that `model.name` uses."""

@@ -1,0 +1,1 @@
+"""What a run reports: metrics, utilisation, traces, the summary."""

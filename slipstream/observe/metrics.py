@@ -1,0 +1,196 @@
+"""Writes metrics.jsonl and the progress line while a run trains."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..pipeline import EvaluationReport, StepReport
+from ..pipeline.clock import TimeSplit
+from ..schedule import Schedule
+from .sinks import Guarded, JsonLines
+from .utilisation import UtilisationReport, explain_utilisation
+
+NUM_RECENT_STEPS = 16
+"""Whose measured costs the expected utilisation is computed from."""
+
+
+class Metrics:
+    """One stage of a run writes these, for all of them: an object per update, and one more per evaluation."""
+
+    def __init__(
+        self,
+        folder: Path,
+        schedule: Schedule,
+        tokens_per_step: int,
+        log_every_steps: int,
+        screen: Console,
+        peak_tokens_per_second: float | None = None,
+        make_sinks: Sequence[Callable[[], Guarded]] = (),
+    ) -> None:
+        """peak_tokens_per_second: if all devices did nothing but the model's products, as fast as their data sheets
+        say; None: nobody knows. make_sinks: make what receives the rows besides metrics.jsonl."""
+        num_steps = schedule.num_steps or 0
+        path = folder / "metrics.jsonl"
+        self.earlier = _rows_before(path, schedule.first_step)
+        """Of the part of the run that this one goes on from."""
+        _rewrite(path, self.earlier)
+        self._sinks: list[JsonLines | Guarded] = [JsonLines(path, screen.print), *(make() for make in make_sinks)]
+        self._first_step = schedule.first_step
+        self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
+        self._screen, self._peak = screen, peak_tokens_per_second
+        self._schedule = schedule
+        self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
+        self.utilisation: UtilisationReport | None = None
+        """Of the latest steps that it was computed for."""
+        self._seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        """Of the last steps."""
+        self._started = self._last = time.perf_counter()
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=screen,
+            disable=not screen.is_terminal,
+        )
+        self._task = self._progress.add_task("filling the pipeline", total=num_steps, completed=self._first_step)
+        self._progress.start()
+
+    def step(self, report: StepReport, learning_rates: dict[str, float]) -> None:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        done = report.step + 1
+        if self._first_step + 1 < done < self._num_steps:  # the first fills the pipeline, and before the last it drains
+            self._seconds.append(seconds)
+        self._expect(report)
+        self._write(
+            step=done,
+            time=round(time.time(), 3),
+            loss=report.loss,
+            # Without a sum over stages, what is known here is the last stage's share of it.
+            gradient_norms=report.gradient_norms if self._schedule.global_update else {},
+            learning_rates=learning_rates,
+            update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
+            best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},
+            utilisations=report.utilisations,
+            expected_utilisation=self.utilisation and self.utilisation.expected,
+            stage_seconds=[split._asdict() for split in report.splits],
+            delay=report.delay,
+            skipped=report.skipped,
+            tokens=done * self._tokens_per_step,
+            seconds=seconds,
+            tokens_per_second=self._tokens_per_step / seconds,
+            mfu=self._mfu(),
+            memory_bytes=report.memory,
+        )
+        busy = [u for u in report.utilisations if math.isfinite(u)]
+        share = f"  stages busy {sum(busy) / len(busy):.0%}" if busy else ""
+        if busy and self.utilisation:
+            share += f" ({self.utilisation.expected:.0%} possible)"
+        line = f"loss {report.loss:.4f}{self._steps_said(report, learning_rates)}{share}"
+        self._progress.update(self._task, completed=done, description=line)
+        if not self._screen.is_terminal and (
+            done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps)
+        ):
+            left = statistics.fmean(self._seconds) * (self._num_steps - done) if self._seconds else 0.0
+            self._screen.print(f"step {done}/{self._num_steps}  {line}" + (f"  {_time(left)} left" if left else ""))
+
+    def _steps_said(self, report: StepReport, learning_rates: dict[str, float]) -> str:
+        """Rate, gradient norm, tokens per second of the last steps, and the memory of the largest stage."""
+        norms = report.gradient_norms.values() if self._schedule.global_update else ()
+        said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
+        said += f"  grad norm {math.hypot(*norms):.3g}" if norms else ""
+        if (speed := self._speed()) is not None:
+            said += f"  {speed:,.0f} tokens/s"
+        if (mfu := self._mfu()) is not None:
+            said += f"  MFU {mfu:.0%}"
+        return f"{said}  memory {max(report.memory) / 2**30:.1f} GiB"
+
+    def _mfu(self) -> float | None:
+        """Of the last steps: the model's FLOPs over what all devices could do."""
+        speed = self._speed()
+        return None if speed is None or self._peak is None else speed / self._peak
+
+    def _speed(self) -> float | None:
+        """Tokens per second of the last steps."""
+        return self._tokens_per_step / statistics.fmean(self._seconds) if self._seconds else None
+
+    def _expect(self, report: StepReport) -> None:
+        """Simulates at ever longer intervals, and at the end: it takes a moment, and the costs hardly change."""
+        if all(map(math.isfinite, report.utilisations)) and report.step >= self._schedule.sync_start_steps:
+            self._recent.append(report.splits)
+        done = report.step + 1
+        if len(self._recent) > 1 and (done & (done - 1) == 0 or done == self._num_steps):
+            self.utilisation = explain_utilisation(self._schedule, list(self._recent))
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        if report.loss is not None:
+            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss)
+            self._screen.print(f"validation loss {report.loss:.4f} after step {report.step + 1}")
+
+    def _write(self, **values: Any) -> None:
+        row = finite(values)
+        for sink in self._sinks:
+            sink.write(row)
+
+    def close(self) -> float:
+        """Seconds from the start of the run to now."""
+        self._progress.stop()
+        for sink in self._sinks:
+            sink.close()
+        return time.perf_counter() - self._started
+
+
+def _time(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"
+
+
+def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
+    """What a run that is taken up again has said already and will not say again: of updates before `first_step`, and of
+    evaluations before the one that belongs to it."""
+    if first_step == 0 or not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last line of a process that was killed
+            row = json.loads(line)
+            is_evaluation = "val_loss" in row
+            numbers = [row["val_loss"]] if is_evaluation else [row["loss"], row["tokens"]]
+            if row["step"] <= first_step - is_evaluation and all(map(_is_drawn, numbers)):
+                rows.append(row)
+    return rows
+
+
+def _is_drawn(value: Any) -> bool:
+    """null: of an update that was skipped."""
+    return value is None or (type(value) in (int, float) and abs(value) < 1e300)
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    """As a whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    draft.replace(path)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no nan: what is not known is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value

@@ -1,0 +1,40 @@
+"""Draws loss.png from metrics.jsonl."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+
+def draw_losses(folder: Path) -> Path | None:
+    """loss.png from metrics.jsonl; None where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    train = [(row["tokens"], row["loss"]) for row in rows if row.get("loss") is not None]
+    tokens_of = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
+    held_out = [
+        (tokens_of[row["step"]], row["val_loss"])
+        for row in rows
+        if row.get("val_loss") is not None and row["step"] in tokens_of
+    ]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    if train:
+        axes.plot(*zip(*train, strict=True), color="#4878a8", linewidth=1, label="training batch")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="#c8553d", marker="o", label="held out")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(folder.name)
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,89 @@
+"""Where the rows of a run's metrics go. metrics.jsonl is always written; `run.sinks` adds others.
+
+A sink is a class with the methods of `Sink`. To add one for everybody, enter it in SINKS; to use one of your own, give
+its import path:
+
+    slipstream train --run.sinks mypackage.logging.MySink
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config.imports import find
+
+Row = Mapping[str, Any]
+"""Step, loss and everything else that docs/reference/files.md lists; or step and val_loss, after an evaluation."""
+
+
+class Sink(Protocol):
+    """Receives the metrics of a run, in the process of its last stage."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """folder: of the run. config: the run's configuration, by section and field."""
+
+    def write(self, row: Row) -> None:
+        """Called after every update and every evaluation, in the order of the steps."""
+
+    def close(self) -> None:
+        """Called once, when the run ends or fails."""
+
+
+SINKS: dict[str, type[Sink]] = {}
+"""By the name that `run.sinks` uses."""
+
+
+def sink_classes(names: Sequence[str]) -> list[type[Sink]]:
+    return [find("run.sinks", name, SINKS) for name in names]
+
+
+class JsonLines:
+    """metrics.jsonl. Rows that cannot be written, because a disk is full, are kept until they can."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._file, self._say = path.open("ab", buffering=0), say
+        self._unwritten = b""
+        self._is_behind = False
+
+    def write(self, row: Row) -> None:
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_behind = False
+        except OSError as error:
+            if not self._is_behind:
+                self._say(f"{self._file.name} cannot be written ({error.strerror}): rows are kept until it can")
+            self._is_behind = True
+
+    def close(self) -> None:
+        if self._unwritten:
+            self._say(f"{self._file.name} lacks its last rows: {len(self._unwritten):,} bytes")
+        self._file.close()
+
+
+class Guarded:
+    """A sink whose mistakes do not end the run: after the first it is left out, and the run says so."""
+
+    def __init__(self, cls: type[Sink], folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._name, self._say = cls.__name__, say
+        self._sink: Sink | None = None
+        self._try(lambda: setattr(self, "_sink", cls(folder, config)))
+
+    def write(self, row: Row) -> None:
+        if (sink := self._sink) is not None:
+            self._try(lambda: sink.write(row))
+
+    def close(self) -> None:
+        if (sink := self._sink) is not None:
+            self._try(sink.close)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # of a network, a full disk, or somebody else's code
+            self._sink = None
+            self._say(f"the sink {self._name} failed and is left out ({type(error).__name__}: {error})")

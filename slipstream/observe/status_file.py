@@ -1,0 +1,56 @@
+"""What a stage is at, in a file that outlives it: for tools that kill stages, and for whoever wonders why one hangs.
+
+    SLIPSTREAM_STATUS_FOLDER=/tmp/status slipstream train ...
+    strings /tmp/status/stage-0.replica-0
+
+The file is mapped, so an entry costs no system call, and what was written last is there however the process ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+from ..pipeline.clock import Activity
+from ..schedule import Action
+
+FOLDER_VARIABLE = "SLIPSTREAM_STATUS_FOLDER"
+LINE_BYTES = 64
+"""Of each of the three lines: the process, what it is at, and whether an update is made in the background."""
+
+
+class StatusFile:
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w+b") as file:
+            file.truncate(3 * LINE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), 3 * LINE_BYTES)
+        self._put(1, "starting")
+        self._put(2, "")
+        self._put(0, str(os.getpid()))
+
+    def at(self, activity: Activity, action: Action | None) -> None:
+        self._put(1, activity.name.lower() if action is None else f"{activity.name.lower()} {action}")
+
+    def beside(self, is_updating: bool) -> None:
+        self._put(2, "update" if is_updating else "")
+
+    def _put(self, line: int, text: str) -> None:
+        padded = text.encode()[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n"
+        self._memory[line * LINE_BYTES : (line + 1) * LINE_BYTES] = padded
+
+
+def status_file(stage: int, replica: int) -> StatusFile | None:
+    """None unless somebody asked for it."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return StatusFile(Path(folder) / f"stage-{stage}.replica-{replica}") if folder else None
+
+
+def read_status(path: Path) -> tuple[int, str, str] | None:
+    """The process, what it is at, and what it does in the background."""
+    try:
+        process, at, beside = path.read_text(encoding="utf-8").splitlines()
+        return int(process), at.strip(), beside.strip()
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,161 @@
+"""The update of one step, from the end of its batch to its deadline.
+
+The schedule says when an update must be finished. two_bw leaves time before that: the sums over stages and the update
+itself then run in a background thread, on a CUDA stream of their own, while the stage goes on computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
+
+import torch
+
+from ..errors import NonFiniteError
+from ..optim.groups import Group
+from ..schedule import Action, Schedule
+from ..transport.base import Transport
+from ..transport.streams import Event, Streams
+from .clock import Activity, Clock, Mark
+from .partition import Tied
+from .reduction import Finished, Later, Reducer, Sums
+from .update import Updater
+from .weight_versions import WeightVersions
+from .zero1 import share
+
+
+class Place(Enum):
+    """Where the work of an update is done."""
+
+    FOREGROUND = auto()
+    """All at the deadline: the schedule leaves no time before it."""
+    SUMS_IN_BACKGROUND = auto()
+    """The sums at once, the update at the deadline: an evaluation still reads the masters."""
+    BACKGROUND = auto()
+    """All of it, until the deadline."""
+
+
+class State(Enum):
+    WAITING = auto()
+    """The stage has not paused since the batch ended."""
+    RUNNING = auto()
+    """The background works on it."""
+    DONE = auto()
+
+
+class UpdateMaker:
+    """Makes the updates of one stage."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        schedule: Schedule,
+        versions: WeightVersions,
+        updater: Updater,
+        groups: Sequence[Group],
+        tied: Mapping[str, Tied],
+        streams: Streams,
+        clock: Clock,
+        owners: Mapping[str, int] | None,
+        reduction_dtype: torch.dtype | None,
+        skip_non_finite: bool,
+    ) -> None:
+        """owners: for each parameter, the replica that steps it; None: every replica does. skip_non_finite: leave an
+        update out when inf or nan shows up, instead of raising."""
+        self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
+        self._groups, self._owners, self._skips = groups, owners, skip_non_finite
+        self.streams, self.clock = streams, clock
+        self.background = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"update of stage {transport.stage}",
+            initializer=torch.set_num_threads,  # OpenMP starts every thread with a limit of its own
+            initargs=(torch.get_num_threads(),),
+        )
+        # The last backward of a batch travels from the last stage to the first within this many steps.
+        self._later = Later(self.background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches))
+        self._reducer = Reducer(
+            transport,
+            [group.name for group in groups],
+            updater.group_of,
+            tied,
+            schedule.global_update,
+            owners,
+            reduction_dtype,
+            self._later,
+        )
+
+    def reduce(self, step: int, finished: Finished) -> Sums:
+        return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step + 1}")
+
+    def apply(self, step: int, finished: Finished, sums: Sums) -> None:
+        self.streams.wait_for_copies()  # a snapshot may still be reading what this overwrites
+        if sums.non_finite is None:
+            horizon = self._schedule.horizon(self._transport.stage, step)
+            self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
+        elif self._skips:
+            self._updater.skip()
+        else:
+            raise NonFiniteError(f"step {step + 1} stops the run: {sums.non_finite}")
+        if self._owners is not None:
+            waiting = lambda: f"the other replicas' part of the update of step {step + 1}"  # noqa: E731
+            share(self._transport, self._owners, self._versions.next_weights(), waiting)
+
+    def _clip_scales(self, sums: Sums) -> list[float]:
+        return [
+            1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (square**0.5 + 1e-6))
+            for group, square in zip(self._groups, sums.squared_norms, strict=True)
+        ]
+
+    def finish_reports(self) -> None:
+        """Waits for sums that no update waited for."""
+        self._later.finish()
+
+    def close(self) -> None:
+        self.background.shutdown(wait=False, cancel_futures=True)
+
+
+class UpdateStep:
+    """The update of one step. The stage calls `start` whenever it pauses, and `finish` at the deadline."""
+
+    def __init__(self, maker: UpdateMaker, step: int, finished: Finished, place: Place) -> None:
+        self.step, self.place, self.state = step, place, State.WAITING
+        self._maker, self._finished = maker, finished
+        self._batch_end: Event = None if place is Place.FOREGROUND else maker.streams.now()
+        self._job: Future[tuple[Sums, Event]] | None = None
+        self._marks: tuple[Mark, Mark] | None = None
+
+    def start(self) -> None:
+        """Starts the background's part. Not before the stage computes or waits: until then it has messages to send that
+        its neighbours wait for, and the background would take the interpreter from it."""
+        if self.state is State.WAITING and self.place is not Place.FOREGROUND:
+            self.state = State.RUNNING
+            self._job = self._maker.background.submit(self._run)
+
+    def _run(self) -> tuple[Sums, Event]:
+        maker, finished = self._maker, self._finished
+        used = [*finished.gradients.values(), *([] if finished.loss is None else [finished.loss])]
+        with maker.streams.updating(self._batch_end, used):
+            sums = maker.reduce(self.step, finished)
+            if self.place is Place.BACKGROUND:
+                start = maker.clock.mark_background(True)
+                maker.apply(self.step, finished, sums)
+                self._marks = start, maker.clock.mark_background(False)
+            return sums, maker.streams.now()
+
+    def finish(self, action: Action) -> Sums:
+        """Waits for what is still missing, and makes the update if the background has not."""
+        maker = self._maker
+        if self.place is Place.FOREGROUND:
+            sums = maker.reduce(self.step, self._finished)
+        else:
+            assert self._job is not None, f"{action} comes before the stage paused"
+            sums, done = self._job.result()
+            maker.streams.compute_after(done)
+        if self._marks is not None:
+            maker.clock.add_background(action, *self._marks)
+        else:
+            maker.clock.enter(Activity.UPDATE, action)
+            maker.apply(self.step, self._finished, sums)
+        self.state = State.DONE
+        return sums

@@ -1,0 +1,1 @@
+"""Tools around the engine: plan, study, bench and report."""

@@ -1,0 +1,68 @@
+"""The matrix as a picture: a panel per number of stages, a group of bars per m, a bar per rival."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from .matrix import AS_TRAINED, OUR_RIVALS, TORCH_RIVALS
+from .results import Row
+from .turns import World
+
+COLOURS = {
+    **dict(zip(TORCH_RIVALS, ("#c7ccd1", "#aab2b9", "#8d979f", "#727d86", "#57626b", "#3d4850"), strict=True)),
+    **dict(zip(OUR_RIVALS, ("#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7"), strict=True)),
+    AS_TRAINED: "#f0e442",
+}
+"""torch in greys, slipstream in Okabe and Ito's colours."""
+IDEAL = "#d55e00"
+
+
+def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> Path | None:
+    """Utilisation with equal processes and links as they are; None without matplotlib, or with nothing to draw."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    panels: dict[str, dict[int, Sequence[Row]]] = {}
+    for world, of_world in zip(worlds, rows, strict=True):
+        first = world.rivals[0]
+        if not world.unbalanced and not first.latency_seconds and any(row.utilisation for row in of_world):
+            name = f"{world.workload} compute, P = {world.num_stages}"
+            panels.setdefault(name, {})[first.num_microbatches] = of_world
+    if not panels:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(
+        len(panels), 1, figsize=(10, 0.8 + 2.6 * len(panels)), squeeze=False, sharey=True, layout="constrained"
+    )
+    names = {row.name for groups in panels.values() for of_world in groups.values() for row in of_world}
+    colours = {name: colour for name, colour in COLOURS.items() if name in names}
+    width = 0.85 / len(colours)
+    for axes, (name, groups) in zip(grid.flat, panels.items(), strict=True):
+        for place, (rival, colour) in enumerate(colours.items()):
+            label: str | None = rival
+            for group, of_world in enumerate(groups.values()):
+                row = next((row for row in of_world if row.name == rival), None)
+                if row is None or row.utilisation is None:
+                    continue
+                x, spread = group + (place - (len(colours) - 1) / 2) * width, row.utilisation
+                whiskers = [[spread.median - spread.lowest], [spread.highest - spread.median]]
+                axes.bar(x, spread.median, width, color=colour, label=label, yerr=whiskers, ecolor="black", capsize=1.5)
+                label = None  # once in the legend
+                if row.ideal is not None:
+                    axes.hlines(row.ideal, x - width / 2, x + width / 2, color=IDEAL, linewidth=1.5)
+        axes.set_title(name, fontsize=10)
+        axes.set_xticks(range(len(groups)), [f"m = {m}" for m in groups])
+        axes.set_ylabel("utilisation")
+        axes.grid(axis="y", alpha=0.3)
+    grid[0, 0].hlines([], 0, 0, color=IDEAL, label="what the schedule allows")
+    drawn = [axes.get_legend_handles_labels() for axes in grid.flat]
+    legend = {label: handle for handles, labels in drawn for handle, label in zip(handles, labels, strict=True)}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

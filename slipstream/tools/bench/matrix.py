@@ -1,0 +1,147 @@
+"""What `slipstream bench` runs: which rivals meet on which workloads, how often and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...schedule import TRAITS
+from .contenders import BARE_LOOP, Rival, num_steps_to_fill
+from .turns import World
+from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_GPU_WARM_UP_STEPS, SLOW_FACTOR, GpuSetting
+
+LATENCY_SECONDS = 0.003
+NUM_STEPS = {1: 8, 2: 6, 4: 6}
+"""By microbatches per stage: a longer step shows as much in fewer of them. At most three are left out as not steady."""
+QUICK_NUM_STEPS = 5
+REAL_STAGES = 2
+REAL_SECONDS = 0.08
+"""About what a real microbatch takes on both stages together, only to guess how long a run will be."""
+GPU_STAGES = 4
+GPU_NUM_STEPS, GPU_MIN_NUM_STEPS = 10, 7
+"""Of a run at m = P, and of one with many more microbatches, after the warm-up."""
+GPU_FLOPS, GPU_TURN_SECONDS = 1e14, 4.0
+"""Of a process, and what a turn takes before its first step: only to guess how long a run will be."""
+
+TORCH_RIVALS = {
+    "torch GPipe": "ScheduleGPipe",
+    "torch 1F1B": "Schedule1F1B",
+    "torch Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "torch InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
+    "torch ZBVZeroBubble": "ScheduleZBVZeroBubble",
+    "torch DualPipeV": "ScheduleDualPipeV",
+}
+OUR_RIVALS = {
+    "slipstream one_f_one_b": ("one_f_one_b", "minimum"),
+    "slipstream two_bw": ("two_bw", "minimum"),
+    "slipstream two_bw, double depth": ("two_bw", "double"),
+    "slipstream pipedream": ("pipedream", "minimum"),
+    "slipstream paci": ("paci", "minimum"),
+}
+AS_TRAINED = "slipstream two_bw as trained"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of the matrix is wanted."""
+
+    emulated_stages: Sequence[int]
+    with_real: bool
+    num_rounds: int
+    quick: bool = False
+
+
+def worlds(extent: Extent) -> list[World]:
+    """All of m = P, 2P, 4P with equal stages; at m = 2P also one expensive stage and slow links."""
+    if extent.quick:
+        emulated = [_world("emulated", p, p, extent, QUICK_NUM_STEPS) for p in extent.emulated_stages]
+        return emulated + (
+            [_world("real", REAL_STAGES, REAL_STAGES, extent, QUICK_NUM_STEPS)] if extent.with_real else []
+        )
+    matrix = []
+    for workload, stages in (("emulated", extent.emulated_stages), ("real", [REAL_STAGES] * extent.with_real)):
+        for p in stages:
+            matrix += [_world(workload, p, factor * p, extent, num_steps) for factor, num_steps in NUM_STEPS.items()]
+            matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], unbalanced=True))
+            if workload == "emulated":
+                matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], latency_seconds=LATENCY_SECONDS))
+    return matrix
+
+
+def _world(
+    workload: str,
+    num_stages: int,
+    num_microbatches: int,
+    extent: Extent,
+    num_steps: int,
+    unbalanced: bool = False,
+    latency_seconds: float = 0.0,
+) -> World:
+    ours = _ours(num_microbatches, latency_seconds)
+    rivals = ours if latency_seconds else [*_others(num_microbatches), *ours]
+    return World(workload, num_stages, tuple(rivals), extent.num_rounds, num_steps, unbalanced)
+
+
+def _others(num_microbatches: int) -> list[Rival]:
+    theirs = [Rival(name, num_microbatches, schedule) for name, schedule in TORCH_RIVALS.items()]
+    return [Rival(BARE_LOOP, num_microbatches), *theirs]
+
+
+def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Rival]:
+    return [
+        Rival(name, num_microbatches, schedule, depth, latency_seconds=latency_seconds)
+        for name, (schedule, depth) in OUR_RIVALS.items()
+    ]
+
+
+def gpu_worlds(
+    setting: GpuSetting, num_stages: int, microbatches: Sequence[int], num_rounds: int, words: Sequence[str] = ()
+) -> list[World]:
+    """One for each number of microbatches. words: names of rivals, or parts of names; none: all rivals."""
+    matrix = []
+    for m in microbatches:
+        bare, *others = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
+        names = [rival.name for rival in others]
+        wanted = [name for name in names if not words or any(_is_meant(name, word, names) for word in words)]
+        rivals = [bare, *(rival for rival in others if rival.name in wanted)]
+        num_steps = NUM_GPU_WARM_UP_STEPS + max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m))
+        num_steps = min(num_steps, NUM_GPU_WARM_UP_STEPS + GPU_NUM_STEPS)
+        matrix.append(World("cuda", num_stages, tuple(rivals), num_rounds, num_steps, gpu=setting))
+    return matrix
+
+
+def _is_meant(name: str, word: str, names: Sequence[str]) -> bool:
+    """A whole name means that rival alone, though it be a part of another's."""
+    return name == word if word in names else word in name
+
+
+def title(world: World) -> str:
+    first = world.rivals[0]
+    parts = [
+        f"{world.workload} compute",
+        f"P = {world.num_stages}",
+        f"m = {first.num_microbatches}",
+        f"one process x {SLOW_FACTOR:g}" if world.unbalanced else "equal processes",
+    ]
+    if world.gpu is not None:
+        parts[-1] = "a GPU each" if world.gpu.share is None else f"{world.gpu.share} % of one GPU each"
+    if first.latency_seconds:
+        parts.append(f"{1000 * first.latency_seconds:g} ms links")
+    return ", ".join(parts)
+
+
+def guessed_seconds(world: World, rival: Rival) -> float:
+    """Of one turn of a rival: only for the progress bar."""
+    if world.gpu is not None:
+        weights = world.gpu.blocks * 12 * world.gpu.dim**2
+        seconds = 6 * weights * world.gpu.tokens_per_microbatch / GPU_FLOPS
+        return GPU_TURN_SECONDS + seconds * rival.num_microbatches * world.num_steps
+    seconds = FORWARD_SECONDS + BACKWARD_SECONDS if world.workload == "emulated" else REAL_SECONDS
+    num_steps = world.num_steps + num_steps_to_fill(rival.schedule, world.num_stages) - 1
+    never_drains = not rival.schedule or (rival.schedule in TRAITS and not TRAITS[rival.schedule].flushes)
+    bubble = 1.0 if never_drains else 1.4
+    return seconds * rival.num_microbatches * num_steps * bubble * (SLOW_FACTOR if world.unbalanced else 1.0)
+
+
+def total_seconds(world: World) -> float:
+    return world.num_rounds * sum(guessed_seconds(world, rival) for rival in world.rivals)

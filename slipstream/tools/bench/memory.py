@@ -1,0 +1,48 @@
+"""How much memory a rival takes: in a world of its own, untimed, because a process keeps what the rival before freed.
+
+Measured is by how much the peak of a process's resident size exceeds its size before anything was made: weights and
+their versions, gradients, optimizer state, activations and messages. Linux only.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from functools import partial
+from pathlib import Path
+
+from ...errors import StageFailure
+from ...transport.base import Transport
+from ...transport.launch import launch
+from .contenders import Refused, Rival, run
+from .turns import TIMEOUT_SECONDS, World, settle_stage
+
+NUM_STEPS = 3
+
+
+def peak_memory(rival: Rival, world: World) -> list[int] | None:
+    """Bytes on every process; None where they cannot be told."""
+    if platform.system() != "Linux":
+        return None
+    worker = partial(_grow, rival=rival, world=world)
+    try:
+        grown = launch(worker, world.num_stages, timeout_seconds=TIMEOUT_SECONDS, start_method="fork")
+    except StageFailure:
+        return None
+    return None if None in grown else [each for each in grown if each is not None]
+
+
+def _grow(transport: Transport, rival: Rival, world: World) -> int | None:
+    settle_stage(transport.stage, transport.num_stages)
+    before = _kibibytes("VmRSS")
+    try:
+        run(rival, world.layers, world.unbalanced, transport, NUM_STEPS)
+    except Refused:
+        return None
+    peak = _kibibytes("VmHWM")
+    return None if before is None or peak is None else 1024 * (peak - before)
+
+
+def _kibibytes(name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else None

@@ -1,0 +1,54 @@
+"""A bar over the whole matrix, drawn on stage 0 between two turns: a thread that draws would cost a rival time. With
+GPUs, the process that started the stages draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from ...observe.console import Screen
+from .matrix import guessed_seconds, title, total_seconds
+from .turns import Turn, World
+
+
+class Bar:
+    """Called with a turn before it, and with None after the last one of a world. It draws where it is called."""
+
+    def __init__(self, matrix: Sequence[World], index: int) -> None:
+        self._world = matrix[index]
+        self._before = sum(map(total_seconds, matrix[:index]))
+        self._total = sum(map(total_seconds, matrix))
+        self._drawn: tuple[Progress, TaskID] | None = None
+
+    def __call__(self, turn: Turn | None) -> None:
+        if self._drawn is None:
+            self._drawn = self._start()
+        progress, task = self._drawn
+        if turn is None:
+            progress.stop()
+            return
+        number, index = turn
+        world, rivals = self._world, self._world.rivals
+        done = self._before + number * total_seconds(world) / world.num_rounds
+        done += sum(guessed_seconds(world, rival) for rival in rivals[:index])
+        words = f"{title(world)}, round {number + 1}/{world.num_rounds}: {rivals[index].name}"
+        progress.update(task, completed=done, description=words, left=minutes(self._total - done), refresh=True)
+
+    def _start(self) -> tuple[Progress, TaskID]:
+        screen = Screen()
+        progress = Progress(
+            BarColumn(20),
+            TextColumn("{task.fields[left]} left  {task.description}"),
+            console=screen,
+            auto_refresh=False,
+            transient=True,
+            disable=not screen.is_terminal,
+        )
+        task = progress.add_task("", total=self._total, left="")
+        progress.start()
+        return progress, task
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,236 @@
+"""One GPU as a pipeline of GPUs: each process gets a share of its multiprocessors, through CUDA's MPS.
+
+    with sliced(4, clock_mhz=1100) as gpu:
+        ...                      # processes that are started here find the service in their environment
+        print(gpu.take_readings())
+
+The multi-process service (MPS) is a daemon of this command's own, in a folder of its own. Whatever happens inside, it
+is gone afterwards, and the environment and the clock are as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RunFailure, UsageError
+from .results import Spread
+
+CONTROL = "nvidia-cuda-mps-control"
+MAX_CONNECTIONS = "8"
+"""Work queues of a process. All clients of the service share one pool: four of them with 32 each do not start."""
+START_SECONDS, QUIT_SECONDS, SERVER_QUIT_SECONDS = 30.0, 15.0, 5
+SAMPLE_SECONDS = 1.0
+READINGS = {"sm_clock_mhz": "clocks.sm", "power_watts": "power.draw"}
+"""What is sampled: its name here, and nvidia-smi's."""
+
+
+class Gpu:
+    """What `sliced` gives: the service, if there is one, and what nvidia-smi says."""
+
+    def __init__(self, folder: Path | None, target: Sequence[str]) -> None:
+        """folder: of the service; None: there is none. target: nvidia-smi's options that name the GPU; none: all."""
+        self._folder, self._target = folder, list(target)
+        self._samples: dict[str, list[float]] = {name: [] for name in READINGS}
+        self._clock_mhz: int | None = None
+
+    # ---- the service
+
+    def start(self) -> None:
+        if self._folder is None:
+            return
+        said = self._folder / "start.txt"  # a file: the daemon would keep a pipe open
+        with said.open("w", encoding="utf-8") as file:
+            started = subprocess.run(
+                [CONTROL, "-d"], stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=START_SECONDS
+            )
+        if started.returncode:
+            reason = " ".join(said.read_text(encoding="utf-8").split())
+            raise RunFailure(f"{CONTROL} does not start ({reason}): use --no-slices, with a GPU for every stage")
+
+    def stop(self) -> None:
+        """Asks the daemon to quit, and ends what is left of it and its server."""
+        if self._folder is None:
+            return
+        pids = [int(word) for word in self._ask("get_server_list").split() if word.isdigit()]
+        with suppress(OSError, ValueError):
+            pids.append(int((self._folder / "pipes" / f"{CONTROL}.pid").read_text(encoding="utf-8")))
+        self._ask(f"quit -t {SERVER_QUIT_SECONDS}")
+        _await_end(pids)
+        for pid in filter(_is_service, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _await_end(pids)
+
+    def restart(self) -> None:
+        """After a process was killed, the service refuses the next ones."""
+        self.stop()
+        self.start()
+
+    def _ask(self, command: str) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            return subprocess.run(
+                [CONTROL], input=f"{command}\n", capture_output=True, text=True, timeout=QUIT_SECONDS
+            ).stdout
+        return ""
+
+    # ---- clock and power
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        locked = self._smi("-lgc", f"{clock_mhz},{clock_mhz}")
+        if locked is None or locked.returncode:
+            reason = "there is no nvidia-smi" if locked is None else " ".join((locked.stdout + locked.stderr).split())
+            raise UsageError(f"clock = {clock_mhz} cannot be locked ({reason}): run as root, or leave clock out")
+        self._clock_mhz = clock_mhz
+
+    def reset_clock(self) -> None:
+        self._smi("-rgc")
+
+    def sample(self, ended: threading.Event) -> None:
+        while not ended.wait(SAMPLE_SECONDS):
+            for values in self._query(",".join(READINGS.values())):
+                for name, value in zip(READINGS, values, strict=False):
+                    with suppress(ValueError):  # [N/A]
+                        self._samples[name].append(float(value))
+
+    def take_readings(self) -> dict[str, Spread]:
+        """Clock and power since this was asked before: of what there are samples."""
+        taken, self._samples = self._samples, {name: [] for name in READINGS}
+        return {name: spread for name, values in taken.items() if (spread := Spread.of(values)) is not None}
+
+    def describe(self) -> dict[str, Any]:
+        has_nccl = torch.version.cuda is not None and dist.is_nccl_available()
+        return {
+            "gpus": [", ".join(values) for values in self._query("name")],
+            "driver": next((values[0] for values in self._query("driver_version")), None),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+            "cuda": torch.version.cuda,
+            "locked_clock_mhz": self._clock_mhz,
+            "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        }
+
+    def _query(self, fields: str) -> list[list[str]]:
+        """A list of values for every GPU; empty where nvidia-smi does not answer."""
+        answer = self._smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+        lines = answer.stdout.splitlines() if answer is not None and not answer.returncode else []
+        return [[value.strip() for value in line.split(",")] for line in lines]
+
+    def _smi(self, *options: str) -> subprocess.CompletedProcess[str] | None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            return subprocess.run(
+                ["nvidia-smi", *self._target, *options], capture_output=True, text=True, timeout=QUIT_SECONDS
+            )
+        return None
+
+
+@contextmanager
+def sliced(
+    num_processes: int, share: int | None = None, clock_mhz: int | None = None, mps: bool = True
+) -> Iterator[Gpu]:
+    """share: percent of the multiprocessors for each process; None: as even as it can be. clock_mhz: that the GPU is
+    locked at; None: it is left alone, for it may be another's too. mps: False leaves every process a GPU of its own,
+    and only clock and power are watched."""
+    if mps and shutil.which(CONTROL) is None:
+        raise UsageError(f"{CONTROL} is not installed, which shares one GPU among stages: use --no-slices")
+    stack = ExitStack()
+    with _on_sigterm(_exit):
+        try:
+            yield _open(stack, num_processes, share, clock_mhz, mps)
+        finally:
+            with _on_sigterm(signal.SIG_IGN, signal.SIGINT):  # nothing here may be left half done
+                stack.close()
+
+
+def _open(stack: ExitStack, num_processes: int, share: int | None, clock_mhz: int | None, mps: bool) -> Gpu:
+    """stack: of what has to be undone."""
+    folder = Path(tempfile.mkdtemp(prefix="mps-")) if mps else None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    gpu = Gpu(folder, ["-i", first] if mps else [])
+    if folder is not None:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(_set_environment(_environment(folder, share or 100 // num_processes)))
+        stack.callback(gpu.stop)
+        gpu.start()
+    if clock_mhz is not None:
+        stack.callback(gpu.reset_clock)
+        gpu.lock_clock(clock_mhz)
+    ended = threading.Event()
+    sampler = threading.Thread(target=gpu.sample, args=(ended,), name="samples clock and power", daemon=True)
+    sampler.start()
+    stack.callback(sampler.join)
+    stack.callback(ended.set)
+    return gpu
+
+
+def _environment(folder: Path, share: int) -> dict[str, str]:
+    """Of the daemon and of its clients."""
+    paths = {"CUDA_MPS_PIPE_DIRECTORY": folder / "pipes", "CUDA_MPS_LOG_DIRECTORY": folder / "log"}
+    for path in paths.values():
+        path.mkdir()
+    return {
+        **{name: str(path) for name, path in paths.items()},
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS),
+    }
+
+
+def _set_environment(values: Mapping[str, str]) -> Callable[[], None]:
+    """Returns what restores it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+
+    def restore() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return restore
+
+
+def _is_service(pid: int) -> bool:
+    """Whether a process runs, and is the daemon or a server of it."""
+    try:
+        found = re.match(r"\d+ \((.*)\) (\w)", Path(f"/proc/{pid}/stat").read_text(encoding="utf-8"))
+    except OSError:
+        return False
+    return found is not None and found[1].startswith(CONTROL[:15]) and found[2] not in "ZX"
+
+
+def _await_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + QUIT_SECONDS
+    while any(map(_is_service, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _on_sigterm(handler: Any, *others: signal.Signals) -> Iterator[None]:
+    """For a while, where signals are handled at all. A handler of somebody else's ends the run in its own way, and is
+    replaced only together with `others`."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGTERM, *others] if others or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
+    before = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

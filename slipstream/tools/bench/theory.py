@@ -1,0 +1,82 @@
+"""What a rival's schedule allows, and what the simulator makes of slipstream's measured costs."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from ...schedule import SCHEDULES, TRAITS, Op, Schedule, ScheduleError
+from ...schedule.simulate import Costs, min_steady_steps, simulate
+from .contenders import Rival, steady
+from .turns import Round, World
+from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, work_of
+
+SAME_AS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "one_f_one_b"}
+"""torch's schedules that slipstream has too."""
+NUM_SETTLING_STEPS = 8
+"""Simulated beyond those that fill the pipeline, so that stages of unequal cost have settled."""
+
+
+def nominal_seconds(rival: Rival, world: World) -> float:
+    """Emulated: the work of a process in a step, averaged over processes."""
+    share = fmean(work_of(world.num_stages, world.unbalanced))
+    return share * rival.num_microbatches * (FORWARD_SECONDS + BACKWARD_SECONDS)
+
+
+def ideal_utilisation(rival: Rival, world: World, facts: dict[str, float]) -> float | None:
+    """With nominal costs, a backward twice a forward, and nothing else but injected latency; None if unknown."""
+    if rival.engine == "bare":
+        work = work_of(world.num_stages, world.unbalanced)
+        return fmean(work) / max(work)
+    name = SAME_AS.get(rival.schedule, rival.schedule)
+    if name not in SCHEDULES:
+        step = facts.get("ideal_step")
+        share = fmean(work_of(world.num_stages, world.unbalanced))
+        return None if step is None else share * rival.num_microbatches / step
+    work = work_of(world.num_stages, world.unbalanced)
+    costs = Costs(
+        forward=[share * FORWARD_SECONDS for share in work],
+        backward=[share * BACKWARD_SECONDS for share in work],
+        latency=rival.latency_seconds,
+    )
+    try:
+        endless = Schedule(
+            name,
+            world.num_stages,
+            rival.num_microbatches,
+            depth=rival.depth,
+            global_update=rival.clip_norm is not None or TRAITS[name].has_slack,
+        )
+    except ScheduleError:
+        return None
+    bounded = Schedule(
+        name,
+        world.num_stages,
+        rival.num_microbatches,
+        min_steady_steps(endless) + NUM_SETTLING_STEPS,
+        depth=rival.depth,
+        global_update=endless.global_update,
+    )
+    return nominal_seconds(rival, world) / simulate(bounded, costs).step_time
+
+
+def predicted_seconds(rival: Rival, world: World, measured: Round) -> float:
+    """slipstream: the step time that the simulator gives for the same schedule, number of steps and steady window, fed
+    what the actions, the executor and a message took."""
+    schedule = rival.plan(world.num_stages, world.num_steps)
+    stages = measured.costs
+    in_background = schedule.traits.has_slack
+    last_to_come = min(stage.sums for stage in stages)
+    updates = [
+        stage.update + stage.overhead + (last_to_come if schedule.global_update else stage.sums) for stage in stages
+    ]
+    costs = Costs(
+        forward=[stage.forward + stage.overhead for stage in stages],
+        backward=[stage.backward + stage.overhead for stage in stages],
+        update=0.0 if in_background else updates,
+        latency=measured.message_seconds,
+    )
+    spacings = []
+    for row in simulate(schedule, costs).boxes_by_stage:
+        ends = steady([box.end for box in row if box.action.op is Op.UPDATE], schedule.name)
+        spacings.append((ends[-1] - ends[0]) / (len(ends) - 1))
+    return max(spacings)

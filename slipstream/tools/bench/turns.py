@@ -1,0 +1,327 @@
+"""The interleaved run: all rivals take turns in one world of processes, round after round, so noise hits all of them.
+
+A rival that fails takes its world down. The others go on in a new one, from where they were: stage 0 keeps a log of
+what has been begun and what has ended, which outlives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import pickle
+import platform
+import statistics
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import RunFailure, StageFailure
+from ...transport.base import Transport, gather_objects
+from ...transport.launch import launch
+from ...transport.process import ProcessTransport
+from .contenders import SPLITTING, Refused, Rival, StageCosts, StageRun, run
+from .links import link_latency, message_seconds
+from .workloads import DIVISIBLE, SEQUENCE_LENGTH, GpuSetting, sleep_precisely
+
+TIMEOUT_SECONDS = 60.0
+"""Without a message, after which a rival counts as hanging."""
+GPU_TIMEOUT_SECONDS = 60.0
+"""The same on GPUs, and of a whole turn: NCCL does not always notice that it hangs."""
+LAST_RESORT_SECONDS = 15.0
+"""After that, when a process could not even say so."""
+LOOK_SECONDS = 0.2
+"""Between two looks of this process at the log."""
+MAX_REASON_LENGTH = 400
+MODEL_DIM = 256
+"""Width of a real message, for the ping."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Rivals that compete, and on what."""
+
+    workload: str
+    """emulated, real or cuda."""
+    num_stages: int
+    rivals: tuple[Rival, ...]
+    num_rounds: int
+    num_steps: int
+    """Of a run; 5 or more, of which at most four are not steady."""
+    unbalanced: bool = False
+    shared_memory: bool = True
+    """slipstream's messages; torch's always go over gloo."""
+    gpu: GpuSetting | None = None
+    """Of the workload cuda."""
+
+    @property
+    def units_per_microbatch(self) -> int:
+        """Tokens; where compute is emulated, the microbatch itself."""
+        if self.gpu is not None:
+            return self.gpu.tokens_per_microbatch
+        return SEQUENCE_LENGTH if self.workload == "real" else 1
+
+    @property
+    def layers(self) -> str | GpuSetting:
+        """The workload as `run` takes it. One rival that asks for half a backward, and all get layers that can give
+        it."""
+        if self.gpu is not None:
+            return self.gpu
+        is_divided = self.workload == "emulated" and any(rival.schedule in SPLITTING for rival in self.rivals)
+        return DIVISIBLE if is_divided else self.workload
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of a rival, all stages together."""
+
+    seconds_per_step: float
+    """On the slowest stage."""
+    costs: tuple[StageCosts, ...] = ()
+    """Of every stage of slipstream."""
+    message_seconds: float = 0.0
+    """From one stage to the next, as a ping at the start of the world took, injected latency included."""
+    facts: dict[str, float] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    """On GPUs: the most that a process had allocated."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rival in one world."""
+
+    rival: Rival
+    rounds: tuple[Round, ...]
+    failure: str = ""
+    """Why there are no more rounds."""
+
+    @property
+    def seconds_per_step(self) -> list[float]:
+        return [each.seconds_per_step for each in self.rounds]
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds_per_step)
+
+
+Turn = tuple[int, int]
+"""A round, and the index of the rival that runs."""
+OnTurn = Callable[[Turn | None], None]
+
+
+class Stopped(Exception):
+    """Somebody has seen enough. What is known until then is not lost."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+
+
+def _say_nothing(turn: Turn | None) -> None:
+    """For those who do not want to know."""
+
+
+def compete(
+    world: World, on_turn: OnTurn = _say_nothing, after_failure: Callable[[], None] = lambda: None
+) -> list[Outcome]:
+    """Every rival, in the world's order. on_turn is called before every turn, and with None after the last: on stage 0,
+    in its process, or on GPUs in this one, because it need not be such that it can be sent there. after_failure is
+    called when a world has ended before its time."""
+    torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.rivals))]
+    rounds: list[list[Round]] = [[] for _ in world.rivals]
+    failures = [""] * len(world.rivals)
+    interrupt: BaseException | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        while todo:
+            log.write_text("", encoding="utf-8")
+            failure = begun = None
+            try:
+                if world.gpu is None:
+                    failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
+                else:
+                    with _following(log, on_turn):
+                        failure = _launch(partial(_take_turns_on_gpu, world=world, todo=todo, log=log), world)
+            except (KeyboardInterrupt, SystemExit) as stop:
+                interrupt = stop
+            for line in log.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                number, index = entry["turn"]
+                begun = number, index
+                if "round" in entry:
+                    rounds[index].append(_round_from(entry["round"]))
+                    begun = None
+                elif "refusal" in entry:
+                    failures[index], begun = entry["refusal"], None
+                if begun is None:
+                    todo.remove((number, index))
+            if failure is None:
+                break
+            after_failure()
+            if begun is None:
+                raise RunFailure(f"the stages failed between two rivals: {failure}")
+            failures[begun[1]] = failure
+            todo = [turn for turn in todo if not failures[turn[1]]]
+    if world.gpu is not None:
+        on_turn(None)
+    outcomes = [
+        Outcome(rival, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
+        for index, rival in enumerate(world.rivals)
+    ]
+    if interrupt is not None:
+        raise Stopped(outcomes) from interrupt
+    return outcomes
+
+
+def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
+    """What went wrong, if anything did, as one line."""
+    options: dict[str, Any] = {"start_method": "fork" if platform.system() == "Linux" else None}
+    if world.gpu is not None:  # a process that is spawned has this one's environment, and nothing of its CUDA
+        options = {"device": "cuda", "share_gpu": world.gpu.share is not None, "start_method": "spawn"}
+    try:
+        launch(
+            worker,
+            world.num_stages,
+            timeout_seconds=TIMEOUT_SECONDS if world.gpu is None else GPU_TIMEOUT_SECONDS,
+            shared_memory=world.shared_memory,
+            **options,
+        )
+    except StageFailure as failure:
+        return textwrap.shorten(str(failure), MAX_REASON_LENGTH)
+    return None
+
+
+@contextmanager
+def _following(log: Path, on_turn: OnTurn) -> Iterator[None]:
+    """Calls on_turn in this process when the log says that a turn has begun."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        num_known = 0
+        while not ended.wait(LOOK_SECONDS):
+            lines = log.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may not be complete
+            entries = [json.loads(line) for line in lines[num_known:]]
+            num_known = len(lines)
+            if turns := [entry["turn"] for entry in entries if len(entry) == 1]:
+                number, index = turns[-1]
+                on_turn((number, index))
+
+    thread = threading.Thread(target=follow, name="follows the turns", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _round_from(values: dict[str, Any]) -> Round:
+    return Round(**{**values, "costs": tuple(StageCosts(**costs) for costs in values["costs"])})
+
+
+# ---- on a stage
+
+
+def settle_stage(stage: int, num_stages: int) -> None:
+    """One thread, plain BLAS and exact sleeps, on every stage and for every rival. Where cores are fewer than stages,
+    each stage keeps to one of them, and neighbours to different ones."""
+    if platform.system() == "Linux" and num_stages > len(cores := sorted(os.sched_getaffinity(0))):
+        os.sched_setaffinity(0, {cores[stage % len(cores)]})
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    sleep_precisely()
+
+
+def meet(transport: Transport) -> None:
+    """Returns when all stages have come here."""
+    gather_objects(transport, b"", lambda: "the other stages to begin")
+
+
+def _take_turns_on_gpu(transport: Transport, world: World, todo: Sequence[Turn], log: Path) -> None:
+    assert isinstance(transport, ProcessTransport)
+    with transport.process_group():  # for as long as the world lasts: a group of NCCL's takes seconds to make
+        _take_turns(transport, world, todo, log, _say_nothing)
+
+
+@contextmanager
+def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
+    """Ends this process, with a word to the others, when a rival hangs."""
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        transport.fail(f"{name} did not end within {GPU_TIMEOUT_SECONDS:g} s on stage {transport.stage}")
+        os._exit(1)
+
+    timer = threading.Timer(GPU_TIMEOUT_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(GPU_TIMEOUT_SECONDS + LAST_RESORT_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _message(world: World, transport: Transport) -> torch.Tensor:
+    """Like those that pass between stages."""
+    if world.gpu is not None:
+        assert isinstance(transport, ProcessTransport)
+        return world.gpu.activations(transport.device)
+    return torch.zeros((1, 2) if world.workload == "emulated" else (1, SEQUENCE_LENGTH, MODEL_DIM))
+
+
+def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
+    if world.gpu is None:
+        settle_stage(transport.stage, transport.num_stages)
+    ours = [world.rivals[index] for _, index in todo if world.rivals[index].engine == "slipstream"]
+    pings = {}
+    for latency in sorted({rival.latency_seconds for rival in ours}):
+        with link_latency(transport, latency):
+            pings[latency] = message_seconds(transport, (_message(world, transport),))
+    is_first = transport.stage == 0
+    refused: set[int] = set()
+
+    def write(turn: Turn, **entry: object) -> None:
+        if is_first:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"turn": turn, **entry}) + "\n")
+
+    for turn in todo:
+        rival = world.rivals[turn[1]]
+        if turn[1] in refused:
+            continue
+        if is_first:
+            on_turn(turn)
+        write(turn)
+        meet(transport)
+        deadline = nullcontext() if world.gpu is None else _turn_deadline(transport, rival.name)
+        try:
+            with deadline, link_latency(transport, rival.latency_seconds):
+                own = run(rival, world.layers, world.unbalanced, transport, world.num_steps)
+        except Refused as refusal:
+            refused.add(turn[1])
+            write(turn, refusal=str(refusal))
+            continue
+        parts = gather_objects(transport, pickle.dumps(own), lambda: "what the other stages measured")
+        stages: list[StageRun] = [pickle.loads(part) for part in parts]
+        result = Round(
+            seconds_per_step=max(stage.seconds_per_step for stage in stages),
+            costs=tuple(stage.costs for stage in stages if stage.costs is not None),
+            message_seconds=pings.get(rival.latency_seconds, 0.0) if rival.engine == "slipstream" else 0.0,
+            facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},
+            memory_bytes=max((s.memory_bytes for s in stages if s.memory_bytes is not None), default=None),
+        )
+        write(turn, round=dataclasses.asdict(result))
+    if is_first:
+        on_turn(None)

@@ -1,0 +1,252 @@
+"""What to do, in a few sentences, from what a search found."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...config.schema import Config
+from ...schedule import TRAITS
+from . import savings
+from .causes import idle_causes, say_causes
+from .fsdp import FSDP
+from .price import token_price
+from .search import ALIKE, DATA_PARALLEL, Option, Search
+
+GIB = 2**30
+PREFERENCE = (DATA_PARALLEL, "one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
+"""Among what is equally fast: nothing to cut, then no delay, then one that is the same everywhere and can be made up
+for."""
+MUCH = 0.05
+"""A difference in speed that is worth a sentence."""
+BIG_BUBBLE = 0.03
+"""That is worth its causes."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    sentences: tuple[str, ...]
+    choice: Option | None
+    """What they recommend; None if nothing fits."""
+    command: str | None
+    """What to type next."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was typed, to be typed again."""
+
+    path: str | None
+    default: Config
+    config: Config
+    device: str
+
+
+def advise(searches: Sequence[Search], options: Mapping[str, Option | str], given: Given) -> Advice:
+    """searches: from the one that saves no memory to the one that saves most."""
+    search = searches[0]
+    found = {name: option for name, option in options.items() if isinstance(option, Option)}
+    fitting = {name: option for name, option in found.items() if option.fits}
+    runnable = [option for option in fitting.values() if option.is_runnable]
+    if not runnable:
+        return _nothing_fits(searches[-1], found)
+    most = max(worth(search, option) for option in runnable)
+    whole = fitting.get(DATA_PARALLEL)
+    if whole is not None and worth(search, whole) * (1 + MUCH) >= most:
+        choice = whole
+    else:
+        alike = [option for option in runnable if worth(search, option) >= (1 - ALIKE) * most]
+        choice = min(alike, key=lambda option: PREFERENCE.index(option.schedule))
+    is_whole = choice.schedule == DATA_PARALLEL
+    (own,) = [each for each in searches if each.config == choice.config]
+    sentences = [
+        *(_use_replicas(search, choice) if is_whole else _use_pipeline(own, choice, found, given)),
+        *_beside_fsdp(search, choice, fitting.get(FSDP)),
+        *([] if is_whole else _beside_the_others(search, choice, fitting)),
+    ]
+    return Advice(tuple(sentences), choice, _command(choice, given))
+
+
+def worth(search: Search, option: Option) -> float:
+    """Tokens per second, less those that its delay costs."""
+    return option.tokens_per_second / price(search, option)
+
+
+def price(search: Search, option: Option) -> float:
+    return token_price(search.config.optimizer, option.schedule, max(option.prediction.delay))
+
+
+def _use_replicas(search: Search, whole: Option) -> list[str]:
+    fits = f"the model fits on one device ({_gib(whole.memory[0].most)} of {_gib(search.cluster.memory)} GiB)"
+    if search.cluster.num_devices == 1:
+        return [f"There is nothing to cut: {fits}."]
+    shared = whole.config.optimizer.sharded and not search.config.optimizer.sharded
+    return [
+        f"Pipeline parallelism is the wrong tool here: {fits}. Use a replica on every device (pipeline.stages = 1): no "
+        "bubble, no delay, no cut to balance.",
+        *(["They share the update, which else each makes for all the model (--optimizer.sharded)."] if shared else []),
+    ]
+
+
+def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], given: Given) -> list[str]:
+    whole, largest = found.get(DATA_PARALLEL), best.memory[best.largest_stage]
+    replicas = f" in each of {best.num_replicas} replicas" if best.num_replicas > 1 else ""
+    too_large = ""
+    if whole is not None and not whole.fits:
+        too_large = f"One device would need {_gib(whole.memory[0].most)} GiB. "
+    late = max(best.prediction.delay)
+    sentences = [
+        f"{too_large}Use {best.schedule} on {best.num_stages} stages{replicas}: {best.tokens_per_second:,.0f} "
+        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(largest.most)} of {_gib(search.cluster.memory)} "
+        f"GiB, on stage {best.largest_stage}."
+        + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
+    ]
+    if saved := savings.words(best.config, given.config, best.num_replicas):
+        sentences.append(f"With {', '.join(saved)}.")
+    if best.bubble >= BIG_BUBBLE:
+        sentences.append(say_causes(search, best, idle_causes(search, best)))
+    idle = search.cluster.num_devices - best.num_devices
+    if idle:
+        sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
+    return sentences
+
+
+def _beside_fsdp(search: Search, choice: Option, fsdp: Option | None) -> list[str]:
+    if search.cluster.num_devices == 1:
+        return []
+    if fsdp is None:
+        return ["FSDP would not fit."]
+    gain = fsdp.tokens_per_second / worth(search, choice) - 1
+    counted = ", the delay's price counted" if price(search, choice) > 1 else ""
+    makes = f"{fsdp.tokens_per_second:,.0f} tokens/s"
+    if abs(gain) <= ALIKE:
+        return [f"FSDP, which this trainer does not have, would be as fast ({makes}{counted}), with nothing to cut."]
+    if gain < 0:
+        return [f"FSDP would be {-gain:.0%} slower ({makes}{counted})."]
+    tool = "" if choice.schedule == DATA_PARALLEL else "Pipeline parallelism is the wrong tool here: "
+    return [
+        f"{tool}FSDP, which this trainer does not have and torchtitan has, would be {gain:.0%} faster "
+        f"({makes}{counted}), with no delay and nothing to cut."
+    ]
+
+
+def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Option]) -> list[str]:
+    sentences = []
+    others = [fitting[name] for name in ("one_f_one_b", "gpipe") if name in fitting and name != best.schedule]
+    if others and max(best.prediction.delay) > 0:
+        gain = best.tokens_per_second / others[0].tokens_per_second - 1
+        sentences.append(f"It is {gain:.1%} faster than {others[0].schedule}, which has no delay.")
+    if more := price(search, best) - 1:
+        feedback = "with error feedback" if search.config.optimizer.error_feedback else "without error feedback"
+        sentences.append(
+            f"Its delay costs about {more:.0%} more tokens to the same loss with {search.config.optimizer.name} "
+            f"{feedback} (docs/results.md; less in long runs of small steps), and that is counted here."
+        )
+    faster = [
+        option
+        for option in fitting.values()
+        if option.is_runnable and option.tokens_per_second > (1 + MUCH) * best.tokens_per_second
+    ]
+    if faster:
+        rival = max(faster, key=lambda option: option.tokens_per_second)
+        sentences.append(
+            f"{rival.schedule} is {rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster, but its delay "
+            f"costs {price(search, rival) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
+            "(docs/results.md; less in long runs of small steps)."
+        )
+    fastest = max(
+        (option for option in fitting.values() if option.schedule != FSDP), key=lambda option: option.tokens_per_second
+    )
+    if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
+        gain = fastest.tokens_per_second / best.tokens_per_second - 1
+        sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
+    return sentences
+
+
+def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
+    """smallest: the search that saves most."""
+    pipelines = [option for option in found.values() if option.schedule not in (DATA_PARALLEL, FSDP)]
+    if not pipelines:
+        reason = "no schedule can be played with this batch: give another with --batch-tokens"
+        return Advice((f"Nothing can be planned: {reason}.",), None, None)
+    least = min(pipelines, key=lambda option: option.memory[option.largest_stage].most)
+    memory = least.memory[least.largest_stage]
+    marks = savings.marks(least.config, least.num_replicas)
+    sentences = [
+        f"Nothing fits into {_gib(smallest.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
+        f"{least.schedule} on {least.num_stages} stages{f' and {marks}' if marks else ''} ({_parts(memory)}).",
+    ]
+    if (fsdp := found.get(FSDP)) is not None and fsdp.fits:
+        sentences.append(f"FSDP, which this trainer does not have, would: {fsdp.tokens_per_second:,.0f} tokens/s.")
+    for schedule in ("two_bw", "one_f_one_b"):
+        more = smallest.more_devices(schedule)
+        if more is not None:
+            sentences.append(
+                f"It needs more devices: {schedule} on {more.num_stages} stages would take "
+                f"{_gib(more.memory[more.largest_stage].most)} GiB of each."
+            )
+            break
+    else:
+        sentences.append(
+            "More devices alone do not help: the first stage of a pipeline holds a microbatch for every stage, in all "
+            "the activations of one through the whole model. Use a smaller model.sequence_length, devices with more "
+            "memory, or tensor parallelism, which the trainer does not have."
+        )
+    return Advice(tuple(sentences), None, None)
+
+
+def _parts(memory: Any) -> str:
+    names = ("weights", "gradients", "optimizer", "activations", "messages")
+    parts = [f"{_gib(getattr(memory, name))} {name}" for name in names]
+    return ", ".join([*parts, f"{_gib(memory.work + memory.overlap)} work space"])
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3f}"
+
+
+def _command(option: Option, given: Given) -> str:
+    """`slipstream train` with what was given and what was found."""
+    chosen: dict[str, Any] = {
+        "pipeline.schedule": "two_bw" if option.schedule == "two_bw_double" else option.schedule,
+        "pipeline.depth": "double" if option.schedule == "two_bw_double" else "minimum",
+        "pipeline.stages": option.num_stages,
+        "pipeline.replicas": option.num_replicas,
+        "pipeline.microbatches": option.num_microbatches,
+        "pipeline.layers_per_stage": option.layers_per_stage,
+        "train.microbatch_size": option.microbatch_size,
+        "train.device": given.device,
+    }
+    if option.schedule == DATA_PARALLEL:
+        chosen["pipeline.schedule"] = "one_f_one_b"
+    if option.schedule in TRAITS and TRAITS[option.schedule].drifts:
+        chosen["optimizer.error_feedback"] = 0.0
+    chosen |= {
+        "optimizer.sharded": option.config.optimizer.sharded and option.num_replicas > 1,
+        "train.loss_chunk_tokens": option.config.train.loss_chunk_tokens,
+        "train.recompute_every": option.config.train.recompute_every,
+    }
+    words = ["slipstream", "train", *([given.path] if given.path else [])]
+    for section in dataclasses.fields(Config):
+        hints = typing.get_type_hints(type(getattr(given.config, section.name)))
+        for member in dataclasses.fields(getattr(given.config, section.name)):
+            path = f"{section.name}.{member.name}"
+            default = getattr(getattr(given.default, section.name), member.name)
+            value = chosen.get(path, getattr(getattr(given.config, section.name), member.name))
+            if value != default and hints[member.name] is bool:
+                words.append(f"--{section.name}.{'' if value else 'no-'}{member.name}".replace("_", "-"))
+            elif value != default:
+                words += [f"--{path.replace('_', '-')}", *_words(value)]
+    return shlex.join(words)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    if isinstance(value, dict):
+        return [str(word) for pair in value.items() for word in pair]
+    return [str(value)]

@@ -1,0 +1,42 @@
+"""How long a number of tokens would take, and how much of the devices is used: the first things asked of a plan."""
+
+from __future__ import annotations
+
+from ...observe.devices import DeviceKind
+from .advice import price
+from .search import Option, Search
+
+TOKENS_PER_PARAMETER = 20
+"""Of a budget that nobody chose (arXiv:2203.15556); of experts, those that a token goes through count."""
+
+
+def default_budget(search: Search) -> float:
+    return float(TOKENS_PER_PARAMETER * search.model.num_active_parameters())
+
+
+def utilisation_of(search: Search, device: DeviceKind, option: Option) -> float:
+    """Model FLOPs of a second over what all devices could do (MFU): what is computed twice counts once."""
+    peak = device.flops_in(search.memory_model.dtypes.compute)
+    return option.tokens_per_second * search.model.flops_per_token() / (search.cluster.num_devices * peak)
+
+
+def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: float | None) -> str:
+    """tokens: to train on, without delay; None: 20 to a parameter."""
+    budget = default_budget(search) if tokens is None else tokens
+    dearer = price(search, option)
+    needed = budget * dearer
+    reasons = [f"{TOKENS_PER_PARAMETER} to a parameter"] if tokens is None else []
+    reasons += [f"{needed:.3g} with the delay's price"] if dearer > 1 else []
+    said = f" ({'; '.join(reasons)})" if reasons else ""
+    return (
+        f"{option.schedule}: {utilisation_of(search, device, option):.0%} MFU; {budget:.3g} tokens"
+        f"{said} take {duration(needed / option.tokens_per_second)}."
+    )
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours" if seconds < 2 * 86400 else f"{seconds / 86400:,.1f} days"

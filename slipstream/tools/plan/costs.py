@@ -1,0 +1,196 @@
+"""What every layer costs: read from a profile, or estimated from FLOPs and a data sheet.
+
+    costs = estimate(config, model, find_device("h200"))
+    costs.stages([6, 5, 5, 2], microbatch_size=1, latency=0.0)      # StageCosts, for predict
+
+An estimate is a matrix product's FLOPs over a share of the device's peak in the dtype it is computed in, and for what
+only moves numbers (looking up embeddings, most of an update) bytes over the memory's bandwidth. It says which schedule
+and which cut are better, and roughly how fast; `slipstream profile` says how fast.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...config.defaults import precision_of
+from ...config.schema import Config
+from ...errors import UsageError
+from ...model.spec import ModelSpec
+from ...observe.devices import DEVICE_KINDS, DeviceKind
+from ...optim.groups import is_matrix
+from ...train.layer_profile import LayerCost, Profile
+from .predict import StageCosts
+
+GIB = 2**30
+
+DENSE_EFFICIENCY, EXPERT_EFFICIENCY = 0.5, 0.25
+"""Shares of the peak in bf16 that stages of 8b and of moe-10b reached on an H200 (docs/speed.md)."""
+
+
+def find_device(name: str, in_bf16: bool = False) -> DeviceKind:
+    """ "cpu" is one core of this machine: it has no data sheet, and is measured in a moment. in_bf16: in that too."""
+    if name == "cpu":
+        return _measure_core(in_bf16)
+    if name not in DEVICE_KINDS:
+        raise UsageError(f"device_kind = {name!r} is unknown: choose one of {', '.join(DEVICE_KINDS)}, cpu")
+    return DEVICE_KINDS[name]
+
+
+def _measure_core(in_bf16: bool) -> DeviceKind:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        square, vector = torch.ones(512, 512), torch.ones(2**22)
+        product = _shortest(lambda: square @ square)
+        small = torch.ones(128, 128, dtype=torch.bfloat16)  # which some cores are very slow at
+        bf16_flops = 2 * 128**3 / _shortest(lambda: small @ small) if in_bf16 else None
+        copy = _shortest(vector.clone)
+    finally:
+        torch.set_num_threads(threads)
+    bandwidth = 2 * vector.nbytes / copy
+    try:
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):  # not every system says
+        memory = 0.0
+    share = memory / (os.cpu_count() or 1)
+    flops = 2 * 512**3 / product
+    return DeviceKind("cpu", share, flops, bandwidth, bandwidth / 2, bf16_flops, node_size=None)
+
+
+def _shortest(action: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    layers: tuple[LayerCost, ...]
+    """In the model's order, embedding and head included."""
+    microbatch_size: int
+    """That they were measured or estimated for. Other sizes are taken to cost in proportion."""
+    source: str
+    """Where they come from, in words."""
+    is_measured: bool
+
+    def recomputing(self, names: Collection[str]) -> ModelCosts:
+        """The layers of these names are computed a second time before their backward."""
+        layers = tuple(
+            replace(layer, backward_input=layer.backward_input + layer.forward) if layer.name in names else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    def stages(self, layers_per_stage: Sequence[int], microbatch_size: int, latency: float) -> StageCosts:
+        scale = microbatch_size / self.microbatch_size
+        parts, first = [], 0
+        for size in layers_per_stage:
+            parts.append(self.layers[first : first + size])
+            first += size
+        return StageCosts(
+            forward=tuple(scale * sum(layer.forward for layer in part) for part in parts),
+            backward_input=tuple(scale * sum(layer.backward_input for layer in part) for part in parts),
+            backward_weight=tuple(scale * sum(layer.backward_weight for layer in part) for part in parts),
+            update=tuple(sum(layer.update for layer in part) for part in parts),
+            latency=latency,
+        )
+
+
+def measured_costs(profile: Profile, model: ModelSpec, path: Path) -> ModelCosts:
+    where = f"{profile.device}, torch {profile.torch}, microbatches of {profile.microbatch_size}"
+    layers = profile.layer_costs(model, path)
+    return ModelCosts(layers, profile.microbatch_size, f"measured: {path} ({where})", is_measured=True)
+
+
+def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float | None = None) -> ModelCosts:
+    """efficiency: the share of the peak that products reach; None: as measured, less where there are experts."""
+    dense = DENSE_EFFICIENCY if efficiency is None else efficiency
+    sparse = EXPERT_EFFICIENCY if efficiency is None else efficiency
+    size = config.train.microbatch_size
+    tokens, dtypes = size * model.sequence_length, precision_of(config)
+    peak = device.flops_in(dtypes.compute)
+    flops = peak * dense
+    # The gradient of a table, added to what is there: one written, the other read and written.
+    added = model.vocab_size * model.dim * (dtypes.compute.itemsize + 2 * dtypes.gradient.itemsize)
+    names, per_token = model.layer_names, model.layer_flops()
+    # Products without weights, as in attention: their backward is all with respect to inputs.
+    attention = model.weightless_flops()
+    message = tokens * model.dim * dtypes.compute.itemsize
+    embedding = LayerCost(
+        names[0],
+        forward=2 * message / device.memory_bandwidth,
+        backward_input=0.0,
+        backward_weight=added / device.memory_bandwidth,  # of zeros, mostly
+        update=0.0,
+    )
+    num_dense = model.num_layers - model.num_sparse_layers
+    shares = [dense] * num_dense + [sparse] * model.num_sparse_layers
+    blocks = [
+        LayerCost(
+            name,
+            forward=tokens * cost / (peak * share),
+            backward_input=tokens * (cost + attention) / (peak * share),
+            backward_weight=tokens * (cost - attention) / (peak * share),
+            update=0.0,
+        )
+        for name, cost, share in zip(names[1:-1], per_token[1:-1], shares, strict=True)
+    ]
+    cost = tokens * per_token[-1] / flops
+    head = LayerCost(names[-1], cost, cost, cost, update=0.0)
+    if config.train.loss_chunk_tokens:  # the forward makes the gradient too; the backward adds it to the others
+        head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
+    updates = _updates_seconds(config, model, device, dense)
+    layers = tuple(
+        replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)
+    )
+    what = "measured on one core just now" if device.name == "cpu" else "data sheet"
+    is_bf16 = dtypes.compute == torch.bfloat16 and device.bf16_flops is not None
+    unit = "fp32" if not is_bf16 else "bf16" if device.name == "cpu" else "bf16 on tensor cores"
+    of_experts = f", {sparse:.0%} with experts," if sparse != dense and model.num_sparse_layers else ""
+    source = (
+        f"estimated: {dense:.0%}{of_experts} of {peak / 1e12:.3g} TFLOP/s in {unit} ({device.name}, {what}), "
+        f"{device.memory_bandwidth / 1e12:.3g} TB/s of memory"
+    )
+    return ModelCosts(layers, size, source, is_measured=False)
+
+
+def _updates_seconds(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float) -> list[float]:
+    """Of every layer: Newton-Schulz's products, where Muon has them, and every number of weights, gradient and state
+    some 12 times: of these two of the gradient and one of the working copy."""
+    known: dict[tuple[torch.Size, ...], float] = {}  # most layers are like another
+    seconds = []
+    with torch.device("meta"):
+        layers = model.layers()
+    for layer_name, layer in layers.named_children():
+        shapes = tuple(parameter.shape for parameter in layer.parameters())
+        if shapes not in known:
+            named = [(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()]
+            known[shapes] = sum(_update_seconds(config, device, efficiency, *pair) for pair in named)
+        seconds.append(known[shapes])
+    return seconds
+
+
+def _update_seconds(config: Config, device: DeviceKind, efficiency: float, name: str, parameter: nn.Parameter) -> float:
+    dtypes = precision_of(config)
+    moved = 9 * dtypes.master.itemsize + 2 * dtypes.gradient.itemsize + dtypes.compute.itemsize
+    seconds = parameter.numel() * moved / device.memory_bandwidth
+    if config.optimizer.name == "muon" and is_matrix(name, parameter):
+        flops = device.flops_in(getattr(torch, config.optimizer.newton_schulz_dtype or "float32")) * efficiency
+        seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
+    return float(seconds)
+
+
+def _newton_schulz_flops(parameter: nn.Parameter) -> float:
+    """X X^T, its square, and their product with X; of a stack, for each of its matrices."""
+    short, long = sorted(parameter.shape[-2:])
+    return 2.0 * (2 * short * short * long + short**3) * (parameter.numel() // (short * long))

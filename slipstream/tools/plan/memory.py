@@ -1,0 +1,504 @@
+"""How much memory one stage of a pipeline takes, counted before any stage exists.
+
+    model = MemoryModel(config, model_of(config, 0))
+    stage = Stage(num_stages=4, first_layer=0, num_layers=6, versions=2, delay=1, in_flight=4, ...)
+    model.stage_memory(stage, microbatch_size=1).total
+
+The stage's layers are built on the meta device and the program's own parts play there: forward, backward, the weight
+versions and the update, while `LiveBytes` counts. So what a stage keeps and what it needs for a moment are read off the
+code that will run, not off formulas. Blocks of a kind, dense or with experts, are all alike: stages of more than a few
+are extrapolated from fewer, which changes nothing but the time it takes. Experts are evenly loaded here; uneven loads
+move rows from one expert to another and change neither their number nor what is kept of them.
+
+Some things are added by rule, as the code in pipeline/ has them: copies of the weights (versions.py), a second gradient
+while an update runs beside the next batch (executor.py), the sums over stages and replicas (reduction.py), what an
+evaluation rounds the masters to (sharding.py) and messages under way (comm.py). Left out: what kernels allocate inside,
+small tensors laid together to travel between replicas, the CUDA context and what the allocator loses to fragmentation.
+
+Where replicas share the optimizer, a stage is that of the replica which keeps most, with the program's own owners.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...config.defaults import precision_of
+from ...config.models import recomputed_layers
+from ...config.optimizers import parameter_groups
+from ...config.schema import Config
+from ...errors import UsageError
+from ...model.spec import ModelSpec
+from ...optim.groups import is_matrix
+from ...optim.optimizer import stack_elements
+from ...pipeline.executor import LOOKAHEAD
+from ...pipeline.recompute import Recomputing
+from ...pipeline.reduction import num_sums
+from ...pipeline.update import Updater
+from ...pipeline.weight_versions import WeightVersions
+from ...precision import Precision
+from .group_updates import GroupUpdates, Stepping, Update
+from .live import Kernels, LiveBytes, fuse_kernels
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What its memory depends on, apart from the model."""
+
+    index: int
+    num_stages: int
+    first_layer: int
+    """Counted with the embedding as layer 0."""
+    num_layers: int
+    versions: int
+    """Weight versions that the schedule keeps here."""
+    delay: int
+    in_flight: float
+    """Most microbatches whose activations are held at once, in whole stages."""
+    max_in_flight: float
+    """Likewise, on the stage that has the most: links keep as many messages."""
+    background_update: bool
+    """two_bw: the update of one batch is made while the next one computes."""
+    flushes: bool
+    """No activations are held when the update is made."""
+    num_replicas: int = 1
+    """Of the whole pipeline."""
+
+    @property
+    def drifts(self) -> bool:
+        """paci: the only version is overwritten while microbatches are in flight."""
+        return self.versions == 1 and self.delay > 0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes."""
+
+    weights: int
+    """All versions, masters, and the rotary tables."""
+    gradients: int
+    optimizer: int
+    """Its state, and of mixed precision what is kept of an update to compare the next one with."""
+    activations: int
+    """Of all microbatches in flight, messages between stages that they hold included."""
+    messages: int
+    """Announced and not yet taken, or sent and not yet let go."""
+    work: int
+    """What a backward or an update needs for a moment, whichever is more."""
+    overlap: int
+    """The smaller of the two, where both may happen at once: seldom, but a long run will see it."""
+
+    @property
+    def total(self) -> int:
+        """The peak to expect."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.messages + self.work
+
+    @property
+    def most(self) -> int:
+        """The peak that cannot be exceeded, kernels' own work space aside."""
+        return self.total + self.overlap
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How many a stage has of each kind, in this order."""
+
+    dense: int
+    sparse: int
+    """With experts."""
+
+    @property
+    def count(self) -> int:
+        return self.dense + self.sparse
+
+    def few(self, most: int) -> Blocks:
+        return Blocks(min(self.dense, most), min(self.sparse, most))
+
+    def times(self, count: int) -> Blocks:
+        return Blocks(count * self.dense, count * self.sparse)
+
+
+def blocks_of(model: ModelSpec, first_layer: int, num_layers: int) -> Blocks:
+    """Among consecutive layers, of which the embedding is number 0."""
+    num_dense = model.num_layers - model.num_sparse_layers
+    first, last = max(first_layer, 1), min(first_layer + num_layers, model.num_layers + 1)
+    dense = max(0, min(last, num_dense + 1) - first)
+    return Blocks(dense, max(0, last - first) - dense)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One microbatch through a stage's layers."""
+
+    parameters: int
+    """How many numbers they are; the rest is bytes."""
+    working: int
+    """Of one working copy: a parameter may keep its dtype whatever the others have."""
+    buffers: int
+    activations: int
+    """Alive between forward and backward."""
+    forward_work: int
+    """The peak of a forward, above what it leaves."""
+    backward_work: int
+    """The peak of a backward into gradients that are there already, above what it begins with."""
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Remembers what it measured: a plan asks the same few questions many times."""
+
+    config: Config
+    model: ModelSpec
+    kernels: Kernels = "cpu"
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def dtypes(self) -> Precision:
+        return precision_of(self.config)
+
+    def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
+        has_embedding, blocks, has_head = self._layers(stage)
+        dtypes = self.dtypes
+        passes = self.passes(has_embedding, blocks, has_head, microbatch_size, self._recomputed(stage))
+        stepping = self._stepping(stage)
+        num_owners = stage.num_replicas if self.config.optimizer.sharded else 1
+        update = self.update(has_embedding, blocks, has_head, stepping, num_owners)
+        activations = round(stage.in_flight * passes.activations)
+        owned = passes.parameters if update.owned is None else update.owned
+        masters = owned * dtypes.master.itemsize if stepping.separate else 0
+        gradients = passes.parameters * dtypes.gradient.itemsize
+        tied, norm = self._reduction(stage, has_embedding, blocks, has_head)
+        replicas, summed = self._replicas(stage, passes.parameters, owned)
+        reduction_held = max(replicas, summed + tied)
+        compute_work = max(passes.forward_work, passes.backward_work)
+        update_work = summed + max(update.work, replicas, tied + norm)
+        if stage.background_update:
+            # The others' gradients are waited for while the next microbatches compute.
+            work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
+            # The sums over stages: a vector, and what it is put together from.
+            overlap += 2 * 8 * num_sums(len(parameter_groups(self.config)))
+        else:  # the update comes between two microbatches: the last one's activations are gone, or all of them
+            freed = activations if stage.flushes else passes.activations
+            work, overlap = max(compute_work, update_work - freed), 0
+        # No update is made while weights are evaluated; a sum may be waited for.
+        evaluated = self._evaluated(stepping, num_owners, passes, owned)
+        waited = reduction_held if stage.background_update else 0
+        most = work + overlap
+        work = max(work, compute_work + waited + evaluated)
+        return StageMemory(
+            weights=stage.versions * passes.working + masters + passes.buffers,
+            gradients=gradients * (2 if stage.background_update else 1),
+            optimizer=update.optimizer,
+            activations=activations,
+            messages=self._messages(stage, microbatch_size),
+            work=work,
+            overlap=max(0, most - work),
+        )
+
+    def fully_sharded(self, num_devices: int, microbatch_size: int) -> StageMemory:
+        """Of a device, where each has its part of everything (fsdp.py) and two layers whole: the one that computes and
+        the next."""
+        stage = Stage(0, 1, 0, self.model.num_layers + 2, 1, 0, 1.0, 1.0, background_update=False, flushes=True)
+        layers, dtypes = self._layers(stage), self.dtypes
+        passes = self.passes(*layers, microbatch_size, self._recomputed(stage))
+        update = self.update(*layers, self._stepping(stage))
+        block = self.passes(False, blocks_of(self.model, self.model.num_layers, 1), False, 1).parameters
+        gathered = 2 * max(block, self.model.vocab_size * self.model.dim) * dtypes.compute.itemsize
+        return StageMemory(
+            weights=passes.parameters * dtypes.master.itemsize // num_devices + passes.buffers + gathered,
+            gradients=passes.parameters * dtypes.gradient.itemsize // num_devices + gathered,
+            optimizer=update.optimizer // num_devices,
+            activations=passes.activations,
+            messages=0,
+            work=max(passes.forward_work, passes.backward_work, update.work // num_devices),
+            overlap=0,
+        )
+
+    def owned_share(self, layers: tuple[int, ...], index: int, num_replicas: int) -> float:
+        """Of a stage's numbers, those that the replica with the most of them steps."""
+        if not self.config.optimizer.sharded or num_replicas == 1:
+            return 1.0
+        first, num_layers = sum(layers[:index]), layers[index]
+        stage = index == 0, blocks_of(self.model, first, num_layers), index == len(layers) - 1
+        return self._group_updates().owned_share(_counts(*stage), num_replicas)
+
+    def _layers(self, stage: Stage) -> tuple[bool, Blocks, bool]:
+        has_embedding = stage.first_layer == 0
+        has_head = stage.first_layer + stage.num_layers == self.model.num_layers + 2
+        return has_embedding, blocks_of(self.model, stage.first_layer, stage.num_layers), has_head
+
+    def _recomputed(self, stage: Stage) -> tuple[bool, ...]:
+        """Of every block of the stage, whether it is."""
+        names = self.model.layer_names[stage.first_layer : stage.first_layer + stage.num_layers]
+        recomputed = recomputed_layers(self.config, self.model)
+        return tuple(name in recomputed for name in names if name not in ("embedding", "head"))
+
+    def _stepping(self, stage: Stage) -> Stepping:
+        """As Pipeline decides it."""
+        error_feedback = 0.0 if stage.drifts else self.config.optimizer.error_feedback
+        predicts = error_feedback != 0 and stage.delay > 0 and stage.versions > 1
+        compares = self.config.train.track_alignment and stage.versions == 2
+        separate = self.dtypes.is_mixed or predicts or compares
+        return Stepping(separate, predicts, stage.background_update, error_feedback)
+
+    def _evaluated(self, stepping: Stepping, num_owners: int, passes: Passes, owned: int) -> int:
+        """What Executor evaluates with, where working copies run ahead and no module has all masters: a copy of them in
+        the dtype of the working copies. One that is in it already, and owned, is no copy."""
+        if not stepping.predicts or not self.config.evaluation.batches:
+            return 0
+        if self.dtypes.is_mixed:
+            return passes.working
+        return (passes.parameters - owned) * self.dtypes.compute.itemsize if num_owners > 1 else 0
+
+    def _replicas(self, stage: Stage, parameters: int, owned: int) -> tuple[int, int]:
+        """Of sums over replicas in another dtype than the gradients': what Reducer.reduce holds while it waits, and
+        what it leaves besides the gradients it was given, which the background holds until the update is over."""
+        dtypes = self.dtypes
+        if stage.num_replicas == 1 or dtypes.reduction == dtypes.gradient:
+            return 0, 0
+        return parameters * dtypes.reduction.itemsize, owned * dtypes.gradient.itemsize * stage.background_update
+
+    def _reduction(self, stage: Stage, has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int]:
+        """What Reducer.reduce holds while it waits for the others, and then needs for a moment: a copy of a tied
+        gradient and room for both stages' copies; and on a CPU the largest gradient in float64, for its norm."""
+        bytes_each = self.dtypes.gradient.itemsize
+        is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
+        tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
+        rows = [self.model.dim, *([self.model.widest(blocks.sparse > 0)] if blocks.count else [])]
+        if has_embedding or has_head:
+            rows.append(self.model.vocab_size)
+        has_copy = self.kernels == "cpu" and bytes_each < 8  # see norm_dtype
+        return tied, 8 * self.model.dim * max(rows) if has_copy else 0
+
+    def _messages(self, stage: Stage, microbatch_size: int) -> int:
+        """As ProcessLink keeps them, between processes and machines: receives are posted up to LOOKAHEAD actions ahead,
+        half of them forwards; a message sent is let go when max_under_way others have been sent since. Those of the
+        forward are outputs, which the microbatches in flight hold anyway."""
+        num_evaluations = self.config.evaluation.batches
+        under_way = stage.max_in_flight + num_evaluations
+        posted = -(-(LOOKAHEAD + 1) // 2)
+        message = microbatch_size * self.model.sequence_length * self.model.dim * self.dtypes.compute.itemsize
+        num_messages = 0.0
+        if stage.index > 0:
+            num_messages += posted + under_way  # activations in, gradients out
+        if stage.index < stage.num_stages - 1:
+            num_messages += posted + max(0.0, under_way - stage.in_flight)  # gradients in, activations out
+        return round(num_messages * message)
+
+    # ---- the dry runs
+
+    def passes(
+        self,
+        has_embedding: bool,
+        blocks: Blocks,
+        has_head: bool,
+        microbatch_size: int,
+        recomputed: tuple[bool, ...] = (),
+    ) -> Passes:
+        """recomputed: of every block, whether it is; empty: none is."""
+        recomputed = recomputed or (False,) * blocks.count
+        # A backward comes to the last blocks first, when most is held. Among so many is one that is recomputed.
+        few = max(2, self.config.train.recompute_every)
+        kinds = {Blocks(1, 0): recomputed[: blocks.dense], Blocks(0, 1): recomputed[blocks.dense :]}
+        played = blocks.few(few)
+        late = tuple(again for flags in kinds.values() for again in flags[-few:])
+        key = ("passes", has_embedding, played, late, has_head, microbatch_size, self.config.train.loss_chunk_tokens)
+        if key not in self._known:
+            self._known[key] = self._play_passes(has_embedding, played, has_head, microbatch_size, late)
+        result: Passes = self._known[key]
+        for kind, flags in kinds.items():
+            for again, more in sorted(Counter(flags[:-few]).items()):
+                one, two = (
+                    self.passes(False, kind.times(count), False, microbatch_size, (again,) * count) for count in (1, 2)
+                )
+                result = replace(
+                    result,
+                    parameters=result.parameters + more * (two.parameters - one.parameters),
+                    working=result.working + more * (two.working - one.working),
+                    buffers=result.buffers + more * (two.buffers - one.buffers),
+                    activations=result.activations + more * (two.activations - one.activations),
+                )
+        return result
+
+    def update(
+        self, has_embedding: bool, blocks: Blocks, has_head: bool, stepping: Stepping, num_owners: int = 1
+    ) -> Update:
+        """num_owners: replicas that share the optimizer."""
+        dtypes = self.dtypes
+        if dtypes.is_mixed or dtypes.gradient != dtypes.master or num_owners > 1:
+            layers = _counts(has_embedding, blocks, has_head)
+            return self._steppable(lambda: self._group_updates().update(layers, stepping, num_owners))
+        return self._update_by_layer(has_embedding, blocks, has_head, stepping.separate)
+
+    def _update_by_layer(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
+        """Parameters are updated one or one stack at a time, so the parts of a stage can be measured alone."""
+        if has_embedding and has_head and self.model.tied_embeddings:
+            return self._update(True, blocks, True, separate)
+        few = blocks.few(self._blocks_of_a_stack())
+        parts = []
+        if blocks.count:
+            parts.append(self._update(False, few, False, separate))
+        for kind, more in ((Blocks(1, 0), blocks.dense - few.dense), (Blocks(0, 1), blocks.sparse - few.sparse)):
+            if more:
+                one = self._update(False, kind, False, separate)
+                parts.append(replace(one, optimizer=more * one.optimizer))
+        if has_embedding:
+            parts.append(self._update(True, Blocks(0, 0), False, separate))
+        if has_head:
+            parts.append(self._update(False, Blocks(0, 0), True, separate))
+        return Update(sum(part.optimizer for part in parts), max(part.work for part in parts))
+
+    def _update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
+        key = ("update", has_embedding, blocks, has_head, separate)
+        if key not in self._known:
+            self._known[key] = self._steppable(lambda: self._play_update(has_embedding, blocks, has_head, separate))
+        result: Update = self._known[key]
+        return result
+
+    def _steppable(self, play: Callable[[], Result]) -> Result:
+        try:
+            return play()
+        except Exception as error:  # any optimizer may be configured, and some look at the numbers themselves
+            name = self.config.optimizer.name
+            raise UsageError(
+                f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
+                "cannot be counted: plan with muon or adamw"
+            ) from error
+
+    def _group_updates(self) -> GroupUpdates:
+        if "group updates" not in self._known:
+            few = self._blocks_of_a_stack() if self.config.optimizer.name in ("muon", "adamw") else None
+            self._known["group updates"] = GroupUpdates(self.config, self.model, self._build_counts, few)
+        updates: GroupUpdates = self._known["group updates"]
+        return updates
+
+    def _blocks_of_a_stack(self) -> int:
+        """From how many blocks on an update needs no more work space: Muon orthogonalises like matrices together, up to
+        a number of elements. Other optimizers may take temporaries as large as all they have."""
+        if self.config.optimizer.name == "adamw":
+            return 1
+        if self.config.optimizer.name != "muon":
+            return self.model.num_layers
+        if "stack" not in self._known:
+            self._known["stack"] = self._count_blocks_of_a_stack()
+        blocks: int = self._known["stack"]
+        return blocks
+
+    def _count_blocks_of_a_stack(self) -> int:
+        every_kind = blocks_of(self.model, 0, self.model.num_layers + 2).few(1)
+        kinds = [kind for kind in (Blocks(every_kind.dense, 0), Blocks(0, every_kind.sparse)) if kind.count]
+        return max(map(self._count_blocks_of_a_kind, kinds))
+
+    def _count_blocks_of_a_kind(self, kind: Blocks) -> int:
+        counts: dict[int, int] = {}
+        for name, parameter in self._build(False, kind, False)[0].named_parameters():
+            counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
+        most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype or "float32"))
+        stacks = {size: max(1, most // size) for size, count in counts.items() if count}
+        size = max(stacks, key=lambda size: size * stacks[size])
+        return -(-stacks[size] // counts[size])
+
+    def _play_passes(
+        self,
+        has_embedding: bool,
+        blocks: Blocks,
+        has_head: bool,
+        microbatch_size: int,
+        recomputed: tuple[bool, ...],
+    ) -> Passes:
+        module, loss = self._build(has_embedding, blocks, has_head)
+        if any(recomputed):
+            names = [f"block{i}" for i, again in enumerate(recomputed) if again]
+            module = Recomputing(OrderedDict(module.named_children()), names)
+        versions = WeightVersions(module, 1, dtype=self.dtypes.compute, gradient_dtype=self.dtypes.gradient)
+        ids = torch.empty(microbatch_size, self.model.sequence_length, dtype=torch.int64, device="meta")
+
+        def forward() -> tuple[Tensor, Tensor]:
+            inputs = ids.clone()
+            if not has_embedding:
+                shape, dtype = (*ids.shape, self.model.dim), self.dtypes.compute
+                inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            outputs = module(inputs)
+            if has_head:
+                outputs = loss(outputs, ids.clone()) * 1.0
+            return inputs, outputs
+
+        live = LiveBytes()
+        fuse_kernels(module, self.kernels)
+        with live.watch():
+            _, outputs = forward()
+            torch.autograd.backward([outputs], [torch.empty_like(outputs)])
+            del _, outputs
+            before = live.now
+            live.restart_peak()
+            inputs, outputs = forward()
+            activations = live.now - before
+            forward_work = live.peak - live.now
+            gradient = None if has_head else torch.empty_like(outputs)
+            start = live.now
+            live.restart_peak()
+            torch.autograd.backward([outputs], [gradient])
+            backward_work = live.peak - start
+        del inputs
+        return Passes(
+            parameters=sum(parameter.numel() for parameter in versions.parameters(0).values()),
+            working=_bytes(versions.parameters(0).values()),
+            buffers=_bytes(module.buffers()),
+            activations=activations,
+            forward_work=forward_work,
+            backward_work=backward_work,
+        )
+
+    def _play_update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
+        module, _ = self._build(has_embedding, blocks, has_head)
+        kept = WeightVersions(module, 2 if separate else 1, separate_masters=separate)
+        groups = parameter_groups(self.config)
+        updater = Updater(kept, groups, {}, lambda step: 1.0, self.config.train.track_alignment, torch.device("meta"))
+        live = LiveBytes()
+        work = 0
+        with live.watch():
+            for step in range(3):  # the first makes the optimizer's state, the third compares two updates
+                gradients = {name: torch.empty_like(master) for name, master in kept.masters.items()}
+                start = live.now
+                live.restart_peak()
+                updater.apply(step, gradients, [0.5] * len(groups), horizon=int(separate))
+                kept.close_next()
+                if step > 0:
+                    work = live.peak - start
+        states = (state for optimizer in updater.optimizers if optimizer for state in optimizer.state.values())
+        return Update(
+            optimizer=_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
+            work=work,
+        )
+
+    def _build(
+        self, has_embedding: bool, blocks: Blocks, has_head: bool
+    ) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
+        num_dense = blocks.dense if self.model.num_experts else 0
+        small = self.model.resized(max(1, blocks.count), num_dense)
+        with torch.device("meta"):
+            whole, loss = small.layers_and_loss(self.config.train.loss_chunk_tokens)
+            whole.to(self.dtypes.master)
+        first = 0 if has_embedding else 1 if blocks.count else 2
+        last = len(whole) if has_head else len(whole) - 1 if blocks.count else 1
+        return nn.Sequential(OrderedDict(list(whole.named_children())[first:last])), loss
+
+    def _build_counts(self, embedding: int, dense: int, sparse: int, head: int) -> nn.Sequential:
+        return self._build(bool(embedding), Blocks(dense, sparse), bool(head))[0]
+
+
+def _counts(has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int, int, int]:
+    return int(has_embedding), blocks.dense, blocks.sparse, int(has_head)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the distinct storages."""
+    storages = {id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -1,0 +1,199 @@
+"""A plan as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ...train.layer_profile import Profile
+from .advice import Advice, price
+from .fsdp import FSDP
+from .savings import marks
+from .search import Option, Search
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GIB = 2**30
+PARTS = ("weights", "gradients", "optimizer", "activations", "messages", "work", "overlap")
+# Okabe and Ito's colours, told apart by the colour-blind.
+COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0c8a8")
+
+
+WIDE = 150
+"""Columns of a terminal that has room for the parts of the memory."""
+NARROW_COLUMNS = ("schedule", "P x R", "m x size", "bubble", "tokens/s", "price", "GiB", "with")
+WIDE_COLUMNS = ("step s", "weights", "grads", "optimizer", "activations", "other")
+
+
+def plan_table(search: Search, options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
+    """width: of the terminal, in columns. What is essential fits into 80 of them."""
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    names = [*NARROW_COLUMNS, *(WIDE_COLUMNS if width >= WIDE else ()), ""]
+    for name in names:
+        table.add_column(name, justify="left" if name in ("schedule", "with", "") else "right", no_wrap=name != "")
+    for name, option in options.items():
+        if isinstance(option, str):
+            table.add_row(name, *["-"] * (len(names) - 2), "cannot", style="dim")
+        else:
+            cells = _cells(search, option, option == choice, width >= WIDE)
+            table.add_row(*cells, style=None if option.fits else "dim")
+    return table
+
+
+def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> list[str]:
+    memory = option.memory[option.largest_stage]
+    notes = [] if option.fits else ["too big"]
+    if is_choice:
+        notes.append("<- best")
+    elif option.fits and not option.is_runnable:
+        notes.append("planned")
+    parts = [
+        f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
+        _gib(memory.weights),
+        _gib(memory.gradients),
+        _gib(memory.optimizer),
+        _gib(memory.activations),
+        _gib(memory.messages + memory.work + memory.overlap),
+    ]
+    return [
+        option.schedule,
+        f"{option.num_stages} x {option.num_replicas}",
+        f"{option.num_microbatches} x {option.microbatch_size}",
+        f"{option.bubble:.1%}",
+        f"{option.tokens_per_second:,.0f}",
+        f"{price(search, option):.2f}",
+        _gib(memory.most),
+        marks(option.config, 1 if option.schedule == FSDP else option.num_replicas),
+        *(parts if is_wide else []),
+        ", ".join(notes),
+    ]
+
+
+def _gib(num_bytes: float) -> str:
+    gib = num_bytes / GIB
+    return f"{gib:.1f}" if gib >= 0.1 else f"{gib:.4f}"
+
+
+def profile_table(profile: Profile) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    for name in ("count", "parameters", "forward ms", "backward: input", "weights", "update ms", "kept MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in profile.rows:
+        times = (row.forward, row.backward_input, row.backward_weight, row.update)
+        milliseconds = [f"{1000 * seconds:.3f}" for seconds in times]
+        kept = f"{row.activations / 2**20:.2f}"
+        table.add_row(row.kind, str(row.num_layers), f"{row.parameters:,}", *milliseconds, kept)
+    return table
+
+
+def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advice) -> dict[str, Any]:
+    """What --json writes: all that the table has, for every stage."""
+    rows: list[dict[str, Any]] = []
+    for name, option in options.items():
+        if isinstance(option, str):
+            rows.append({"schedule": name, "impossible": option})
+            continue
+        rows.append(
+            {
+                "schedule": name,
+                "stages": option.num_stages,
+                "replicas": option.num_replicas,
+                "microbatches": option.num_microbatches,
+                "microbatch_size": option.microbatch_size,
+                "layers_per_stage": option.layers_per_stage,
+                "sharded": option.config.optimizer.sharded,
+                "loss_chunk_tokens": option.config.train.loss_chunk_tokens,
+                "recompute_every": option.config.train.recompute_every,
+                "step_seconds": option.step_time,
+                "bubble": option.bubble,
+                "tokens_per_second": option.tokens_per_second,
+                "token_price": price(search, option),
+                "utilisation": option.prediction.utilisation,
+                "in_flight": option.prediction.in_flight,
+                "weight_versions": option.prediction.weight_versions,
+                "delay": option.prediction.delay,
+                "simulated": option.prediction.is_simulated,
+                "memory": [{**asdict(memory), "total": memory.total, "most": memory.most} for memory in option.memory],
+                "fits": option.fits,
+                "runnable": option.is_runnable,
+                "recommended": option == advice.choice,
+            }
+        )
+    return {
+        "model": search.model.facts(),
+        "devices": search.cluster.num_devices,
+        "memory_bytes": search.cluster.memory,
+        "link": {
+            "latency_seconds": search.cluster.latency,
+            "bytes_per_second": search.cluster.bandwidth,
+            "devices_per_node": search.cluster.node_size,
+            "bytes_per_second_between_nodes": None if search.cluster.is_one_node else search.cluster.node_bandwidth,
+        },
+        "batch_sequences": search.batch_size,
+        "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in vars(search.memory_model.dtypes).items()},
+        "sharded": search.config.optimizer.sharded,
+        "costs": {"source": search.costs.source, "layers": [asdict(layer) for layer in search.costs.layers]},
+        "options": rows,
+        "recommendation": list(advice.sentences),
+        "command": advice.command,
+    }
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_plan(search: Search, options: Mapping[str, Option | str], advice: Advice, path: Path) -> None:
+    """Left: the step of every schedule, computing and idle. Right: every stage's memory, of the one recommended or else
+    of the one that needs least."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = [option for option in options.values() if isinstance(option, Option)]
+    shown = advice.choice or min(found, key=lambda option: option.memory[option.largest_stage].most)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    _draw_steps(left, found)
+    _draw_memory(right, shown, search.cluster.memory)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_steps(axes: Axes, found: list[Option]) -> None:
+    places = range(len(found))
+    busy = [option.step_time * (1 - option.bubble) for option in found]
+    idle = [option.step_time * option.bubble for option in found]
+    axes.barh(places, busy, color=COLOURS[0], label="computing")
+    axes.barh(places, idle, left=busy, color=COLOURS[5], label="idle")
+    labels = [f"{o.schedule}{'' if o.fits else ' (does not fit)'}\n{o.num_stages} x {o.num_replicas}" for o in found]
+    axes.set_yticks(places, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step, mean over devices")
+    axes.set_title("step (stages x replicas)")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
+
+
+def _draw_memory(axes: Axes, option: Option, limit: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    places = range(option.num_stages)
+    below = [0.0] * option.num_stages
+    for part, colour in zip(PARTS, COLOURS, strict=True):
+        heights = [getattr(memory, part) / GIB for memory in option.memory]
+        axes.bar(places, heights, bottom=below, color=colour, label=part)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    if limit / GIB < 4 * max(below):
+        axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1)
+    axes.set_xlabel("stage")
+    axes.set_ylabel("GiB")
+    axes.set_title(f"memory of {option.schedule}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)

@@ -1,0 +1,286 @@
+"""A run's folder as data. What is missing is noted in words; what cannot be read is an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...config.files import open_plain_file, read_plain_file
+from ...errors import UsageError
+from ...schedule import Action, Op
+from .series import Column
+
+FILES = ("config.toml", "metrics.jsonl", "summary.json")
+"""A folder with none of them is no run."""
+MAX_SPANS = 12_000
+"""Of a trace, the latest: what a browser draws without a hitch."""
+LETTERS = {op.name.lower(): str(op) for op in Op} | {"evaluation": str(Op.EVALUATE), "wait": "W"}
+"""What an event of the trace is called on the timeline, by its category."""
+
+Key = tuple[str, ...]
+"""Where a number stands in an update's object: ("learning_rates", "matrices")."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """metrics.jsonl by column, one number per update; nan where an update says nothing."""
+
+    steps: Column
+    """Updates made, counted from 1."""
+    columns: dict[Key, Column]
+    validation_steps: Column
+    validation_losses: Column
+    is_torn: bool = False
+    """The last line is half a line: the run was writing it."""
+
+    def group(self, name: str) -> dict[str, Column]:
+        """The columns of one object, by the names in it, or of one list, by index."""
+        return {key[1]: column for key, column in self.columns.items() if len(key) == 2 and key[0] == name}
+
+    def column(self, *key: str) -> Column:
+        return self.columns.get(key, np.full(len(self.steps), math.nan))
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    stage: int
+    op: str
+    microbatch: int
+    version: int
+    start: float
+    """In microseconds, as is the duration."""
+    duration: float
+    name: str
+    in_background: bool = False
+    """Beside other actions."""
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    folder: Path
+    metrics: Metrics
+    summary: dict[str, Any]
+    """Empty before a run has ended."""
+    config: dict[str, Any]
+    """Every setting by its path."""
+    spans: tuple[TraceSpan, ...]
+    notes: tuple[str, ...] = field(default=())
+    """What is missing, a sentence each."""
+
+
+def read_run(folder: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
+    """advance: is told how many bytes of the metrics have been read."""
+    check_is_run(folder)
+    notes = []
+    summary = _read_object(folder / "summary.json")
+    if summary is None:
+        notes.append(
+            "There is no summary.json: the run is still going on, or was stopped. The figures here are those of the "
+            "steps so far; memory and weight versions are known at the end."
+        )
+    nothing = np.array([])
+    metrics = Metrics(nothing, {}, nothing, nothing)
+    if (folder / "metrics.jsonl").exists():
+        metrics = read_metrics(folder / "metrics.jsonl", advance)
+    if metrics.is_torn:
+        notes.append("The last line of metrics.jsonl is half a line and was left out.")
+    notes += _missing_metrics(metrics)
+    config = _read_config(folder, summary or {})
+    if not config:
+        notes.append("There is no config.toml: the configuration is not known.")
+    trace = _read_object(folder / "trace.json")
+    spans: tuple[TraceSpan, ...] = ()
+    if trace is None:
+        notes.append("There is no trace.json: the timeline is not known. It is written when a run ends.")
+    else:
+        spans, note = _spans(trace)
+        notes += [note] if note else []
+    return Run(name, folder, metrics, summary or {}, config, spans, tuple(notes))
+
+
+def check_is_run(folder: Path) -> None:
+    try:
+        if any((folder / name).exists() for name in FILES):
+            return
+        inner = sorted(path for path in folder.glob("*") if (path / "config.toml").exists()) if folder.is_dir() else []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    if inner:
+        remedy = f"name a folder in it, such as {inner[0]}"
+    elif folder.exists():
+        remedy = f"it has none of {', '.join(FILES)}; name a folder that slipstream train has written"
+    else:
+        remedy = "it does not exist; name a folder that slipstream train has written, such as runs/default"
+    raise UsageError(f"run = {str(folder)!r} is no run: {remedy}")
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path} cannot be read ({error.strerror}): check the file and its permissions")
+
+
+# ---- metrics.jsonl
+
+
+def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Metrics:
+    steps, validation_steps, validation_losses = array("d"), array("d"), array("d")
+    columns: dict[Key, array[float]] = {}
+    is_torn = False
+    for number, line in enumerate(_lines(path), 1):
+        advance(len(line))
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if not line.endswith(b"\n"):
+                is_torn = True
+                break
+            raise _garbage(path, number, "it is not JSON") from error
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise _garbage(path, number, "it is no object with a step")
+        if "val_loss" in row:
+            validation_steps.append(step)
+            validation_losses.append(_number(row["val_loss"]))
+            continue
+        for key, value in _flat(row):
+            column = columns.setdefault(key, array("d"))
+            column.extend([math.nan] * (len(steps) - len(column)))
+            column.append(value)
+        steps.append(step)
+    for column in columns.values():
+        column.extend([math.nan] * (len(steps) - len(column)))
+    as_columns = {key: np.array(column) for key, column in columns.items()}
+    return Metrics(np.array(steps), as_columns, np.array(validation_steps), np.array(validation_losses), is_torn)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with open_plain_file(path) as file:
+            yield from file
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _garbage(path: Path, number: int, why: str) -> UsageError:
+    return UsageError(f"{path} line {number} is no update and no evaluation, {why}: remove that line")
+
+
+def _number(value: Any) -> float:
+    """nan for what is no number, so that it becomes a gap."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _flat(value: Any, key: Key = ()) -> Iterator[tuple[Key, float]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _flat(item, (*key, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _flat(item, (*key, str(index)))
+    else:
+        yield key, _number(value)
+
+
+def _missing_metrics(metrics: Metrics) -> list[str]:
+    if not len(metrics.steps):
+        return ["There are no metrics yet: no update has been made, or metrics.jsonl is missing."]
+    notes = []
+    if not len(metrics.validation_steps):
+        notes.append("There is no held-out loss: the run has not evaluated yet, or was told not to.")
+    if not any(key[0] == "stage_seconds" for key in metrics.columns):
+        notes.append("Where each stage's time went was not recorded for every step; older runs do not have it.")
+    num_skipped = int(np.nansum(metrics.column("skipped")))
+    if num_skipped:
+        notes.append(f"{num_skipped} updates were skipped on account of an inf or a nan.")
+    return notes
+
+
+# ---- the other files
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    try:
+        tree = json.loads(read_plain_file(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: wait if the run is just ending, or remove the file") from error
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path} holds no object: remove the file, the report does without it")
+    return tree
+
+
+def _read_config(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary's is complete; the file leaves out what has no value."""
+    tree = summary.get("config")
+    if not isinstance(tree, dict):
+        path = folder / "config.toml"
+        try:
+            tree = tomllib.loads(read_plain_file(path).decode())
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is not valid TOML ({error}): mend it there") from error
+    return dict(_settings(tree))
+
+
+def _settings(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _settings(value, f"{where}{name}.")
+        else:
+            yield f"{where}{name}", None if value == {} else value
+
+
+def _spans(trace: dict[str, Any]) -> tuple[tuple[TraceSpan, ...], str]:
+    """In order of time, and a note if some had to be left out."""
+    events = trace.get("traceEvents")
+    boxes = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"] if isinstance(events, list) else []
+    spans = sorted(filter(None, map(_span, boxes)), key=lambda span: span.start)
+    notes = []
+    if len(spans) < len(boxes):
+        notes.append(f"{len(boxes) - len(spans):,} events of trace.json name no stage or time and were left out.")
+    if len(spans) > MAX_SPANS:
+        notes.append(f"The timeline shows the latest {MAX_SPANS:,} of {len(spans):,} events of trace.json.")
+    if not spans:
+        notes.append("trace.json holds no action: the timeline is not known.")
+    return tuple(spans[-MAX_SPANS:]), " ".join(notes)
+
+
+def _span(event: dict[str, Any]) -> TraceSpan | None:
+    """None for what is none. Older traces say the stage only in the action's name."""
+    arguments = event.get("args")
+    arguments = arguments if isinstance(arguments, dict) else {}
+    name = str(event.get("name", ""))
+    op = LETTERS.get(str(event.get("cat")), "")
+    start, duration = _number(event.get("ts")), _number(event.get("dur"))
+    try:
+        stage = arguments["stage"] if "stage" in arguments else Action.parse(name).stage
+        numbers = [int(stage), int(arguments.get("microbatch", -1)), int(arguments.get("version", -1))]
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if not op or numbers[0] < 0 or not math.isfinite(start + duration):
+        return None
+    row = event.get("tid")
+    in_background = isinstance(row, int) and row % 2 == 1  # a stage has two rows, this one and its own
+    if op == "W" and "action" in arguments:
+        name = f"{name} of {arguments['action']}"
+    return TraceSpan(numbers[0], op, numbers[1], numbers[2], start, duration, name, in_background)

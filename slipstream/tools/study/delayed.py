@@ -1,0 +1,455 @@
+"""Training with delayed gradients in one process, fast: what a cell of a study runs.
+
+It follows the pipeline's trajectory without a pipeline: batch t of a stage with delay d runs on the weights of t - d
+updates, so it is enough to keep the last d + 1 versions and to load the right one before each batch. The masters z, the
+optimizers and error feedback are those of `pipeline.update`; `reference.py` says the same, slowly.
+
+Weights of one group and one delay lie end to end in one flat tensor, a `Slab`: clipping, decay, prediction and copies
+are then a handful of kernels each, whatever the number of parameters. Nothing waits for the device during a step, nor,
+where batches are small, the device for kernels to be launched one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...config.models import recomputed_layers
+from ...model.spec import ModelSpec
+from ...optim.correction import predict, update_products
+from ...optim.groups import Group, assign
+from ...optim.optimizer import share_kernels
+from ...pipeline.recompute import Recomputing
+from ...train.build import Components
+from .cell import Cell
+from .cuda_graph import Batch, Result, captured
+from .predictors import Last, Predictor, make_predictor, pipeline_predictor
+
+
+@dataclass
+class Slab:
+    """The parameters of one group on the stages of one delay."""
+
+    names: list[str]
+    delay: int
+    warmup: int | None
+    """PACI: forwards that run ahead of a backward."""
+    parameters: list[nn.Parameter]
+    """What the optimizer sees: views of `master`, some of them a stack of like matrices each, or `master` itself where
+    its rule is element by element."""
+    working: list[nn.Parameter]
+    """What forward and backward read, by name, in the dtype they compute in."""
+    room: Tensor | None
+    """Where they lie, end to end; None: each for itself."""
+    master: Tensor
+    """z, flat; so are those below."""
+    gradient: Tensor
+    spare: Tensor
+    """z before the update, then x."""
+    versions: deque[Tensor]
+    """The newest weight versions, in the dtype of `working`; the newest is last."""
+
+    def load(self, weights: Tensor) -> None:
+        """Into the working parameters, which stay where they are: a CUDA graph knows them by their address. Behind
+        autograd's back: PACI does so between a forward and its backward."""
+        if self.room is not None:
+            self.room.copy_(weights)
+            return
+        shapes = [parameter.shape for parameter in self.working]
+        for parameter, view in zip(self.working, _views(weights, shapes), strict=True):
+            parameter.data.copy_(view)
+
+    def version(self, lag: int) -> Tensor:
+        return self.versions[-1 - lag]
+
+    def lag(self, step: int, microbatch: int, num_microbatches: int, sync_start_steps: int) -> int:
+        """How many versions before the newest a forward reads."""
+        if step < sync_start_steps:
+            return 0
+        if self.warmup is None:
+            version = step - self.delay
+        else:
+            version = (step * num_microbatches + microbatch - self.warmup) // num_microbatches
+        return step - max(sync_start_steps, version)
+
+    def add_version(self, weights: Tensor) -> None:
+        full = len(self.versions) == self.versions.maxlen
+        target = self.versions.popleft() if full else torch.empty_like(self.versions[0])
+        target.copy_(weights)
+        self.versions.append(target)
+
+
+@dataclass
+class GroupState:
+    group: Group
+    slabs: list[Slab]
+    optimizer: Optimizer
+    base_rates: list[float]
+    predictor: Predictor
+    previous: list[Tensor] | None = None
+    """The last update, kept from one step to the next where their cosine is asked for."""
+    products: list[tuple[int, Tensor]] = field(default_factory=list)
+
+
+class DelayedRun:
+    def __init__(self, cell: Cell, components: Components, device: torch.device) -> None:
+        self._cell, self._components, self._device = cell, components, device
+        config = cell.config
+        self.steps = config.train.steps
+        self.num_microbatches = config.pipeline.microbatches
+        dtype = getattr(torch, config.train.dtype)
+        compute_dtype = getattr(torch, cell.compute_dtype) if cell.compute_dtype else dtype
+        # The masters are drawn in their own dtype, and the working copy rounded from them.
+        network = _network(
+            components.model,
+            compute_dtype,
+            device,
+            cell.compile_mode is not None,
+            config.train.loss_chunk_tokens,
+            recomputed_layers(config, components.model),
+        )
+        self._loss = network.loss
+        # A graph takes no other weights between forward and backward, as PACI does, and cannot ask the device anything,
+        # as experts may have to for their loads.
+        can_be_graph = cell.drift_warmups is None and components.model.num_experts == 0
+        self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and can_be_graph
+        masters = _masters(components.model, dtype, device, config.train.seed)
+        stage_of = _stages(components)
+        delays, warmups = cell.stage_delays, cell.drift_warmups
+        self.groups: list[GroupState] = []
+        for group, members in assign(list(masters.items()), components.groups):
+            by_delay: dict[tuple[int, int | None], list[str]] = {}
+            for name, _ in members:
+                stage = stage_of(name)
+                by_delay.setdefault((delays[stage], warmups[stage] if warmups else None), []).append(name)
+            slabs = [
+                _slab({name: masters[name] for name in names}, network, group, delay, warmup, self.num_microbatches)
+                for (delay, warmup), names in by_delay.items()
+            ]
+            parameters = [slab.parameters for slab in slabs]
+            optimizer = group.optimizer([p for piece in parameters for p in piece])
+            predictor = (
+                make_predictor(cell.predictor, cell.predictor_weight, parameters)
+                if cell.predictor
+                else pipeline_predictor(optimizer)
+            )
+            rates = [g["lr"] for g in optimizer.param_groups]
+            self.groups.append(GroupState(group, slabs, optimizer, rates, predictor))
+        self.losses = torch.zeros(self.steps, dtype=torch.float64, device=device)
+        """By step, on the device."""
+        self.clock = StepClock(device)
+
+    @property
+    def _slabs(self) -> Iterator[Slab]:
+        return (slab for state in self.groups for slab in state.slabs)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The masters by name."""
+        found: dict[str, Tensor] = {}
+        for slab in self._slabs:
+            views = _views(slab.master, [parameter.shape for parameter in slab.working])
+            found |= dict(zip(slab.names, views, strict=True))
+        return found
+
+    def train(self, track_every: int = 0) -> Iterator[int]:
+        """Yields the number of updates made, after each. track_every: steps from one cosine of consecutive updates to
+        the next; 0: none."""
+        gradients = self._as_graph(self._gradients, self._components.batches(0, 0))
+        with _prefetched(self._batches(), self._device) as batches:
+            for step in range(self.steps):
+                start = self.clock.mark()
+                self._accumulate(step, batches, gradients)
+                middle = self.clock.mark()
+                self._update(step, track_every)
+                self.clock.add(start, middle, self.clock.mark())
+                yield step + 1
+
+    def _batches(self) -> Iterator[Batch]:
+        for step in range(self.steps):
+            for microbatch in range(self.num_microbatches):
+                yield self._components.batches(step, microbatch)
+
+    def _as_graph(self, function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
+        """The function, or a CUDA graph of it."""
+        if not self._uses_graphs:
+            return function
+        inputs, targets = example
+        return captured(function, (inputs.to(self._device), targets.to(self._device)))
+
+    def _accumulate(self, step: int, batches: Iterator[Batch], gradients: Callable[[Batch], list[Tensor]]) -> None:
+        """The gradient of a batch, in every slab."""
+        sync_start = self._cell.config.pipeline.sync_start_steps
+        for microbatch in range(self.num_microbatches):
+            for slab in self._slabs:
+                if microbatch == 0 or slab.warmup is not None:
+                    slab.load(slab.version(slab.lag(step, microbatch, self.num_microbatches, sync_start)))
+            loss, *found = gradients(next(batches))
+            self.losses[step] += loss
+            for slab, gradient in zip(self._slabs, found, strict=True):
+                if microbatch == 0:
+                    slab.gradient.copy_(gradient)
+                else:
+                    slab.gradient.add_(gradient)
+
+    def _gradients(self, batch: Batch) -> list[Tensor]:
+        """A microbatch's part of the loss, and of every slab's gradient."""
+        loss = self._loss(*batch) * (1 / self._components.batches.num_tokens(0))
+        for slab in self._slabs:
+            if slab.warmup is not None:
+                slab.load(slab.version(0))
+        gradients = iter(torch.autograd.grad(loss, [p for slab in self._slabs for p in slab.working]))
+        return [loss.detach(), *(torch.cat([next(gradients).flatten() for _ in slab.working]) for slab in self._slabs)]
+
+    @torch.no_grad()
+    def _update(self, step: int, track_every: int) -> None:
+        synchronous = step < self._cell.config.pipeline.sync_start_steps
+        for state in self.groups:
+            group, optimizer, slabs = state.group, state.optimizer, state.slabs
+            for param_group, base in zip(optimizer.param_groups, state.base_rates, strict=True):
+                param_group["lr"] = base * self._components.learning_rate(step)
+            _clip([slab.gradient for slab in slabs], group.clip_norm)
+            decay = 1 - optimizer.param_groups[0]["lr"] * group.weight_decay
+            for slab in slabs:
+                if decay != 1:
+                    slab.master.mul_(decay)
+                slab.spare.copy_(slab.master)
+            with torch.enable_grad():
+                optimizer.step()
+            if track_every:
+                self._track(step, state, track_every)
+            self._predict(state, synchronous)
+            for slab in slabs:
+                slab.add_version(slab.spare)
+
+    def _track(self, step: int, state: GroupState, track_every: int) -> None:
+        if step % track_every == 0 and state.previous is not None:
+            current = [(slab.spare, slab.master) for slab in state.slabs]
+            before = [(previous, torch.zeros_like(previous)) for previous in state.previous]
+            state.products.append((step, update_products(current, before)))
+        is_next = (step + 1) % track_every == 0
+        state.previous = [slab.spare - slab.master for slab in state.slabs] if is_next else None
+
+    def _predict(self, state: GroupState, synchronous: bool) -> None:
+        """Leaves x in every slab's spare: z - lam d w."""
+        is_late = not synchronous and any(slab.delay for slab in state.slabs)
+        lam = state.group.error_feedback if is_late else 0.0
+        if isinstance(state.predictor, Last) or lam == 0:
+            for slab in state.slabs:
+                predict([slab.spare], [slab.master], lam * slab.delay)
+            return
+        updates = [slab.spare - slab.master for slab in state.slabs]
+        for slab, expected in zip(state.slabs, state.predictor(updates, state.optimizer), strict=True):
+            torch.sub(slab.master, expected, alpha=lam * slab.delay, out=slab.spare)
+
+    @torch.no_grad()
+    def evaluate(self) -> Tensor:
+        """The held-out loss of the masters, per token, on the device."""
+        for slab in self._slabs:
+            slab.load(slab.master)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        batches, num_tokens = self._validation
+        for batch in batches:
+            total += self._held_out_loss(batch)
+        return total / num_tokens
+
+    @functools.cached_property
+    def _held_out_loss(self) -> Callable[[Batch], Tensor]:
+        batches, _ = self._validation
+        loss = self._loss  # with `self` in it, the run and its graph would wait for the garbage collector
+        return self._as_graph(lambda batch: loss(*batch), batches[0])
+
+    @functools.cached_property
+    def _validation(self) -> tuple[list[Batch], int]:
+        """The held-out set, where it is needed, and its tokens."""
+        validation = self._components.validation
+        assert validation is not None
+        indices = range(len(validation))
+        batches = [(inputs.to(self._device), targets.to(self._device)) for inputs, targets in map(validation, indices)]
+        return batches, sum(map(validation.num_tokens, indices))
+
+
+class StepClock:
+    """Which share of a step's time the update takes. On a GPU the device's own clock, read when all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[list[float | torch.cuda.Event]] = []
+
+    def mark(self) -> float | torch.cuda.Event:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, *marks: float | torch.cuda.Event) -> None:
+        """Beginning of a step, beginning of its update, end."""
+        self._marks.append(list(marks))
+
+    def optimizer_share(self) -> float:
+        """Over the second half of the run, when compilers and allocators have settled."""
+        late = self._marks[len(self._marks) // 2 :]
+        update = sum(_between(middle, end) for _, middle, end in late)
+        return update / sum(_between(start, end) for start, _, end in late)
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@torch.no_grad()
+def _clip(gradients: list[Tensor], clip_norm: float | None) -> None:
+    if clip_norm is None:
+        return
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    scale = (clip_norm / (norm + 1e-6)).clamp(max=1)
+    for gradient in gradients:
+        gradient.mul_(scale)
+
+
+class Network:
+    """The model, whose parameters a run fills before every batch, and the loss it gives."""
+
+    def __init__(self, model: nn.Sequential, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._parameters = dict(model.named_parameters())
+        self.loss = loss
+        self._rooms: dict[tuple[str, ...], Tensor] = {}
+
+    def lay_out(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
+        """The parameters of these names, and one tensor in which they lie end to end, always the same one. None, and
+        they stay where they are, if one would not begin at a multiple of 16 bytes, as compiled kernels expect."""
+        parameters = [self._parameters[name] for name in names]
+        if any(p.numel() * p.element_size() % 16 for p in parameters):
+            return parameters, None
+        room = self._rooms.setdefault(tuple(names), torch.cat([p.detach().flatten() for p in parameters]))
+        for parameter, view in zip(parameters, _views(room, [p.shape for p in parameters]), strict=True):
+            parameter.data = view
+        return parameters, room
+
+
+@functools.cache
+def _network(
+    config: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_compiled: bool,
+    loss_chunk_tokens: int,
+    recomputed: tuple[str, ...],
+) -> Network:
+    """Kept from one cell to the next: compiling takes longer than a short run."""
+    with torch.device("meta"):
+        model, loss_of = config.layers_and_loss(loss_chunk_tokens)
+    model.to(dtype).to_empty(device=device)
+    config.initialise(model, seed=0)  # for its buffers, and to tie what is tied
+    if recomputed:
+        model = Recomputing(OrderedDict(model.named_children()), recomputed)
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(model(inputs), targets)
+
+    if not is_compiled:
+        return Network(model, loss)
+    return Network(model, torch.compile(loss))
+
+
+def _masters(config: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, nn.Parameter]:
+    with torch.device("meta"):
+        model = config.layers()
+    model.to(dtype).to_empty(device=device)
+    config.initialise(model, seed)
+    return dict(model.named_parameters())
+
+
+def _stages(components: Components) -> Callable[[str], int]:
+    """From a parameter's name to its stage."""
+    stages = [stage for stage, size in enumerate(components.layers_per_stage) for _ in range(size)]
+    stage_of_layer = dict(zip(components.model.layer_names, stages, strict=True))
+    return lambda name: stage_of_layer[name.split(".")[0]]
+
+
+@torch.no_grad()
+def _slab(
+    masters: dict[str, nn.Parameter],
+    network: Network,
+    group: Group,
+    delay: int,
+    warmup: int | None,
+    num_microbatches: int,
+) -> Slab:
+    """Lays the masters end to end."""
+    is_stacked = group.stacks and share_kernels(list(masters.values()))
+    if is_stacked:
+        masters = dict(sorted(masters.items(), key=lambda item: item[1].shape[-2:]))
+    master = torch.cat([master.flatten() for master in masters.values()])
+    gradient = torch.zeros_like(master)
+    seen = [master.shape for master in masters.values()]
+    if group.elementwise:
+        seen = [master.shape]
+    elif is_stacked:
+        seen = _stacked(seen)
+    parameters = [nn.Parameter(view) for view in _views(master, seen)]
+    for parameter, view in zip(parameters, _views(gradient, seen), strict=True):
+        parameter.grad = view
+    working, room = network.lay_out(list(masters))
+    max_lag = delay if warmup is None else -(-warmup // num_microbatches)
+    return Slab(
+        names=list(masters),
+        delay=delay,
+        warmup=warmup,
+        parameters=parameters,
+        working=working,
+        room=room,
+        master=master,
+        gradient=gradient,
+        spare=torch.empty_like(master),
+        versions=deque([master.to(working[0].dtype, copy=True)], maxlen=max_lag + 1),
+    )
+
+
+def _stacked(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """Matrices and stacks of them, of which those alike are neighbours, as one stack for each kind."""
+    kinds = itertools.groupby(shapes, key=lambda shape: shape[-2:])
+    return [torch.Size((sum(shape.numel() for shape in alike) // kind.numel(), *kind)) for kind, alike in kinds]
+
+
+def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+@contextlib.contextmanager
+def _prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Iterator[Batch]]:
+    """Reads a batch ahead in a thread, and copies it to the device without making anyone wait."""
+    is_cuda = device.type == "cuda"
+
+    def read() -> Batch | None:
+        batch = next(batches, None)
+        if batch is None or not is_cuda:
+            return batch
+        inputs, targets = batch
+        return inputs.pin_memory(), targets.pin_memory()
+
+    def ahead(reader: ThreadPoolExecutor) -> Iterator[Batch]:
+        reading = reader.submit(read)
+        while (batch := reading.result()) is not None:
+            reading = reader.submit(read)
+            inputs, targets = batch
+            yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+    with ThreadPoolExecutor(1) as reader:
+        yield ahead(reader)

@@ -1,0 +1,172 @@
+"""Builds what a configuration describes (model, data, optimizers, cuts) before any weight or process exists.
+
+Every mistake in a configuration is reported here, as one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from ..config.defaults import settled
+from ..config.layout import validate_layouts
+from ..config.models import model_of, recomputed_layers
+from ..config.optimizers import learning_rate, parameter_groups, peak_rates
+from ..config.rules import schedule_of, validate
+from ..config.schema import Config, DataConfig
+from ..data import Batches, Corpus, Tokens, ValidationBatches, corpus_of, validation_batches
+from ..errors import ConfigError, UsageError
+from ..model.spec import ModelSpec
+from ..observe.sinks import sink_classes
+from ..optim import Group
+from ..pipeline import PartitionError, partition
+from ..pipeline.partition import check_sizes
+from ..pipeline.pipeline import plan_schedule
+from ..schedule import TRAITS
+from ..transport.environment import under_torchrun
+from .layer_profile import read_profile
+from .preflight import check_cuda, check_memory, check_num_processes, check_optimizers, check_torchrun
+
+
+@dataclass(frozen=True)
+class Components:
+    """What a configuration comes to."""
+
+    model: ModelSpec
+    batches: Batches
+    validation: ValidationBatches | None
+    groups: list[Group]
+    learning_rate: Callable[[int], float]
+    """By update: what every group's peak rate is multiplied by."""
+    peak_rates: dict[str, float]
+    """By group."""
+    layers_per_stage: list[int]
+    tokenizer: str = "unknown"
+    """What made the tokens, and its file, as `Corpus` has them."""
+    tokenizer_json: bytes | None = None
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """Of all groups, whichever stage they are on."""
+        return {name: peak * self.learning_rate(step) for name, peak in self.peak_rates.items()}
+
+
+@cache
+def _corpus(config: DataConfig) -> Corpus:
+    """Read once by whoever starts the stages, and inherited by those that are forked."""
+    return corpus_of(config)
+
+
+def build_components(config: Config) -> Components:
+    """Builds everything but weights and processes, or says in one sentence why it cannot be done."""
+    validate(config)
+    config = settled(config)
+    validate_layouts(config)
+    if under_torchrun():
+        check_torchrun(config)
+    if config.train.device == "cuda":
+        check_cuda(config)
+    try:
+        groups = parameter_groups(config)
+        corpus = _corpus(config.data)
+        model = model_of(config, corpus.vocab_size)
+        batches, validation = _batches(config, model, corpus)
+        check_memory(config, model)
+        sink_classes(config.run.sinks)
+        check_optimizers(config, groups, model)
+        sizes = _layers_per_stage(config, model)
+        check_num_processes(config, model)
+        plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
+        rate = learning_rate(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"data.sources = {list(config.data.sources)} leads to {str(error.filename)!r}, which cannot be read "
+            f"({error.strerror}): give another"
+        ) from error
+    return Components(
+        model, batches, validation, groups, rate, peak_rates(config), sizes, corpus.tokenizer, corpus.tokenizer_json
+    )
+
+
+def in_layout_of(config: Config, components: Components) -> Components:
+    """The components of a run that differs from theirs in its layout alone, and has been checked."""
+    batches, validation = _batches(config, components.model, _corpus(config.data))
+    sizes = _layers_per_stage(config, components.model)
+    return replace(components, batches=batches, validation=validation, layers_per_stage=sizes)
+
+
+def _layers_per_stage(config: Config, model: ModelSpec) -> list[int]:
+    costs = _measured_costs(config, model) or _estimated_costs(config, model)
+    stages = config.pipeline.stages
+    if stages > len(costs):
+        raise ConfigError(
+            f"pipeline.stages = {stages} is more than the model's {len(costs)} layers (embedding, {model.num_layers} "
+            f"blocks, head): use at most {len(costs)}, or raise model.num_layers"
+        )
+    sizes = list(config.pipeline.layers_per_stage) or partition(costs, stages)
+    try:
+        check_sizes(sizes, len(costs), stages)
+    except PartitionError as error:
+        raise ConfigError(f"pipeline.{error}") from error
+    return sizes
+
+
+def _estimated_costs(config: Config, model: ModelSpec) -> list[float]:
+    """In forwards' FLOPs: a backward is two more, so a block that is recomputed takes four thirds of what others do."""
+    recomputed = recomputed_layers(config, model)
+    forward = zip(model.layer_names, model.layer_flops(), strict=True)
+    return [cost * 4 / 3 if name in recomputed else cost for name, cost in forward]
+
+
+def _measured_costs(config: Config, model: ModelSpec) -> list[float]:
+    """Of a forward and a backward through each layer; empty without a profile."""
+    if not config.pipeline.profile:
+        return []
+    path, recomputed = Path(config.pipeline.profile), recomputed_layers(config, model)
+    try:
+        layers = read_profile(path).layer_costs(model, path)
+    except UsageError as error:
+        raise ConfigError(f"pipeline.{error}") from error
+    return [layer.compute + (layer.forward if layer.name in recomputed else 0.0) for layer in layers]
+
+
+def _has_tied(config: Config, model: ModelSpec) -> bool:
+    """Whether a weight is held by two stages."""
+    name = config.pipeline.schedule
+    has_tied = model.tied_embeddings and config.pipeline.stages > 1
+    if has_tied and TRAITS[name].steps_alone:
+        raise ConfigError(
+            f"model.tied_embeddings = true needs first and last stage to step together, and those of {name} do not: "
+            "set model.tied_embeddings = false, or pipeline.schedule = 'two_bw'"
+        )
+    return has_tied
+
+
+def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches, ValidationBatches | None]:
+    length, size = model.sequence_length, config.train.microbatch_size
+    _check_window(corpus.train, "training", length, "give data.sources more text")
+    batches = Batches(
+        corpus.train, length, size, config.pipeline.microbatches * config.pipeline.replicas, seed=config.train.seed
+    )
+    if not config.evaluation.batches:
+        return batches, None
+    _check_window(
+        corpus.validation,
+        "validation",
+        length,
+        "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
+    )
+    return batches, validation_batches(corpus.validation, length, size, config.evaluation.batches)
+
+
+def _check_window(tokens: Tokens, part: str, length: int, remedy: str) -> None:
+    if len(tokens) <= length:
+        raise ConfigError(
+            f"model.sequence_length = {length} takes {length + 1} tokens and there are {len(tokens)} for {part}: "
+            f"shorten it, or {remedy}"
+        )

@@ -1,0 +1,169 @@
+"""Decides when a run saves itself, and what each stage saves.
+
+A stage is saved after its own update c, while other stages may be before or past theirs: the pipeline is not drained.
+A checkpoint is complete when all parts of c have been written.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint import Part, Store, Writer
+from ..config.schema import Config
+from ..model.spec import ModelSpec
+from ..pipeline import Pipeline, Requests, StepReport
+from ..transport.base import Transport
+from ..transport.launch import INTERRUPTED, is_ignored
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""To save and leave with success; to save and go on; to save and leave, as an interrupt. A second interrupt ends a run
+at once."""
+
+
+class SignalRequests:
+    """What this process would like all of them to do: what it was told by a signal, and what its clock says."""
+
+    def __init__(self, every_minutes: float) -> None:
+        self._seconds = 60 * every_minutes
+        self._saved_at = time.monotonic()
+        self._save = self._stop = self.was_interrupted = False
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._hear) for n in SIGNALS if not is_ignored(n)}
+
+    def close(self) -> None:
+        """Signals mean what they meant before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """A run that stops saves itself at its end, and needs no checkpoint before."""
+        self._save = self._save or number == signal.SIGUSR1
+        self._stop = self._stop or number != signal.SIGUSR1
+        if number == signal.SIGINT:
+            self.was_interrupted = True
+            signal.signal(number, self._before[signal.SIGINT])
+            if os.environ.get("RANK", "0") == "0":
+                print(INTERRUPTED, file=sys.stderr, flush=True)
+
+    def __call__(self) -> Requests:
+        is_due = 0 < self._seconds <= time.monotonic() - self._saved_at
+        requests = Requests(save=self._save or is_due, stop=self._stop)
+        if requests.save:
+            self._save, self._saved_at = False, time.monotonic()
+        return requests
+
+
+def checkpoint_store(config: Config, folder: Path, attempt: str | None = None) -> Store:
+    section = config.checkpoint
+    return Store(folder / "checkpoints", section.keep_last, section.keep_every, attempt)
+
+
+def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
+    """What decides which text a step reads: as long as it stays, a run can go on in another shape."""
+    microbatches = config.pipeline.microbatches * config.pipeline.replicas
+    return {
+        "sequences_per_step": microbatches * config.train.microbatch_size,
+        "sequence_length": model.sequence_length,
+        "seed": config.train.seed,
+    }
+
+
+class Saver:
+    """Of one process."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelSpec,
+        transport: Transport,
+        pipeline: Pipeline,
+        store: Store,
+        say: Callable[[str], None],
+        corpus: Mapping[str, Any] | None = None,
+    ) -> None:
+        """corpus: by which the training data are known again; None: they are not."""
+        is_sharded = config.optimizer.sharded and transport.num_replicas > 1
+        self._pipeline: Pipeline | None = pipeline
+        self._every = config.checkpoint.every_steps
+        self._at_end = config.checkpoint.at_end
+        self._is_writing = transport.replica == 0 or is_sharded
+        replica = f".replica-{transport.replica}" if is_sharded else ""
+        self._name = f"stage-{transport.stage}{replica}"
+        self._facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": corpus}
+        num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
+        self._writer = Writer(store, num_parts, say)
+        self._latest: int | None = None
+        self._copies: Mapping[str, Tensor] = {}
+        """Of the state, from one checkpoint to the next: the writer's while it is busy."""
+        self._is_owed = False
+        schedule = pipeline.schedule
+        self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
+        """At most so many steps lie between what processes ask for that were sent a signal at the same moment."""
+        self._asked_after: int | None = None
+
+    def after(self, report: StepReport) -> None:
+        """Call it with every report, before the next one is asked for."""
+        done = report.step + 1
+        is_asked = report.save and (self._asked_after is None or done - self._asked_after > self._steps_apart)
+        self._asked_after = done if is_asked else self._asked_after
+        is_due = is_asked or (self._every > 0 and done % self._every == 0)
+        if not report.busy and (is_due or self._is_owed):
+            self._is_owed = False
+            self._save(done)
+        elif is_due:
+            # All leave it out: a step that some save and others do not is no checkpoint, and were they busy in turns,
+            # there would never be one. What somebody asked for is made up for.
+            self._is_owed = self._is_owed or is_asked
+            if self._is_writing:
+                self._writer.leave_out(done)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._writer.is_busy
+
+    def finish(self, was_stopped: bool) -> None:
+        """At the end of a run: what is still to be saved. The others may not be done with theirs."""
+        assert self._pipeline is not None, "this saver has retired"
+        done = self._pipeline.num_updates
+        self._writer.wait()
+        if (self._at_end or was_stopped) and self._latest != done:
+            self._save(done)
+        self.close()
+
+    def retire(self) -> None:
+        """Holds nothing of the pipeline any more; what is being written is written."""
+        self._pipeline, self._copies = None, {}
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._writer.close()
+
+    def _save(self, step: int) -> None:
+        if not self._is_writing:
+            return
+        if self._writer.is_busy:
+            self._writer.leave_out(step)
+            return
+        assert self._pipeline is not None, "this saver has retired"
+        take = self._pipeline.snapshot(self._copies)
+
+        def make() -> Part:
+            state = take()
+            if self._pipeline is not None:
+                self._copies = state.tensors
+            return Part(self._name, state.tensors, {**self._facts, "state": state.facts})
+
+        if self._writer.submit(step, make):
+            self._latest = step

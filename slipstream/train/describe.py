@@ -1,0 +1,69 @@
+"""What a run prints before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..config.defaults import leaves_rest_to_adamw, num_gpus_wanted, precision_of, settled
+from ..config.rules import schedule_of
+from ..config.schema import Config
+from ..observe.summary import lateness
+from .build import Components
+
+
+def describe(config: Config, components: Components, folder: Path) -> str:
+    """The model, the method and the data, in three lines."""
+    replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
+    return (
+        f"{components.model.num_parameters():,} parameters on {config.pipeline.stages} stages of "
+        f"{components.layers_per_stage} layers{replicas}: an embedding, {components.model.num_layers} blocks, a "
+        f"head; writing {folder}\n{_method(config)}\n{_reading(config, components)}"
+    )
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Settings that have no effect; before `settled`, which fills in what was left out."""
+    yield from _unused_rate(config)
+    yield from _unused_gpus(config)
+
+
+def _method(config: Config) -> str:
+    """Schedule, optimizer and precision, in words."""
+    schedule, optimizer, train = schedule_of(config), config.optimizer, config.train
+    delays = [schedule.delay(stage) for stage in range(schedule.num_stages)]
+    late = "on weights that change meanwhile" if schedule.traits.drifts else lateness(min(delays), max(delays))
+    feedback = f", error feedback {optimizer.error_feedback:g}" if optimizer.error_feedback and max(delays) else ""
+    rest = ", adamw for the rest" if leaves_rest_to_adamw(optimizer) else ""
+    return (
+        f"{schedule.name}, gradients {late}; {optimizer.name}{rest}{feedback}; {precision_of(config)} on {train.device}"
+    )
+
+
+def _reading(config: Config, components: Components) -> str:
+    """How much text, and how often: a run that goes round a small corpus many times learns it by heart."""
+    per_step, corpus = components.batches.num_tokens(0), len(components.batches.tokens)
+    times = per_step * config.train.steps / corpus
+    read = f"{times:.1%} of the {corpus:,} tokens" if times < 1 else f"the {corpus:,} tokens {times:,.1f} times"
+    replicas = f"{config.pipeline.replicas} replicas x " if config.pipeline.replicas > 1 else ""
+    return (
+        f"{per_step:,} tokens a step: {replicas}{config.pipeline.microbatches} microbatches x "
+        f"{config.train.microbatch_size} sequences x {components.model.sequence_length}, of a vocabulary of "
+        f"{components.model.vocab_size:,}; the run reads {read}"
+    )
+
+
+def _unused_rate(config: Config) -> Iterator[str]:
+    rate, section = config.optimizer.adamw_learning_rate, config.optimizer
+    if rate is not None and not leaves_rest_to_adamw(section):
+        yield f"optimizer.adamw_learning_rate = {rate:g} is not used: {section.name} takes all parameters by itself"
+
+
+def _unused_gpus(config: Config) -> Iterator[str]:
+    if config.train.device == "auto" and settled(config).train.device == "cpu" and torch.cuda.is_available():
+        yield (
+            f"training on the CPU: {num_gpus_wanted(config)} stages want a GPU each, and there are "
+            f"{torch.cuda.device_count()}; pipeline.transport = 'thread' puts them on one"
+        )

@@ -1,0 +1,131 @@
+"""Refuses what this machine cannot run, before any process starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+from torch import nn
+
+from ..config.defaults import num_gpus_wanted, precision_of
+from ..config.layout import num_processes
+from ..config.schema import Config
+from ..errors import ConfigError
+from ..model.spec import ModelSpec
+from ..optim import Group
+from ..optim.groups import assign
+from ..transport.environment import under_torchrun
+
+MAX_STAGES_PER_CORE = 32
+"""As a process, each has torch loaded, and a few hundred megabytes."""
+
+
+def check_torchrun(config: Config) -> None:
+    stages, replicas, world_size = config.pipeline.stages, config.pipeline.replicas, int(os.environ["WORLD_SIZE"])
+    if config.pipeline.transport == "thread" and world_size > 1:
+        raise ConfigError(
+            f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {world_size}: "
+            "set pipeline.transport = 'process', or leave torchrun out"
+        )
+    if config.pipeline.transport == "thread" or (needed := num_processes(config)) == world_size:
+        return
+    if needed != stages * replicas:
+        raise ConfigError(
+            f"pipeline.processes or pipeline.reshape come to {needed} processes, and torchrun started {world_size}: "
+            f"start {needed}, or set pipeline.processes = {world_size}"
+        )
+    if replicas > 1:
+        raise ConfigError(
+            f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not the {world_size} processes that "
+            f"torchrun started: start {needed}, or change one of them"
+        )
+    raise ConfigError(
+        f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
+        f"set pipeline.stages = {world_size}, or start {stages}"
+    )
+
+
+def check_num_processes(config: Config, model: ModelSpec) -> None:
+    """Every layout has a layer to a stage, and a microbatch to a replica."""
+    section = config.pipeline
+    most = (model.num_layers + 2) * section.microbatches * section.replicas
+    if num_processes(config) > most:
+        raise ConfigError(
+            f"pipeline.processes = {num_processes(config)} is more than any layout could use, {model.num_layers + 2} "
+            f"layers in {section.microbatches * section.replicas} replicas: use at most {most}"
+        )
+
+
+def check_cuda(config: Config) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
+    num_devices, wanted = torch.cuda.device_count(), num_gpus_wanted(config)
+    if num_devices < wanted:
+        raise ConfigError(
+            f"{wanted} processes (pipeline.stages x pipeline.replicas) need a GPU each and there are {num_devices}: "
+            "set pipeline.share_gpu for several on one GPU, or pipeline.transport = 'thread', or use fewer stages"
+        )
+
+
+def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> None:
+    """Makes every optimizer once, for toy parameters of as many dimensions as it will be given, and lets it step: what
+    does not suit it is the user's to hear of before the run."""
+    with torch.device("meta"):
+        named_parameters = list(model.layers().named_parameters())
+    for group, members in assign(named_parameters, groups):
+        toys = [nn.Parameter(torch.ones((2,) * ndim)) for ndim in sorted({p.ndim for _, p in members})]
+        for toy in toys:
+            toy.grad = torch.ones_like(toy)
+        try:
+            group.optimizer(toys).step()
+        except Exception as error:
+            arguments = config.optimizer.arguments
+            given = f" with optimizer.arguments = {arguments}" if arguments else ""
+            raise ConfigError(
+                f"optimizer.name = {config.optimizer.name!r}{given} fails on a toy model ({error}): "
+                "mend optimizer.arguments, or use another optimizer"
+            ) from error
+
+
+def check_memory(config: Config, model: ModelSpec) -> None:
+    """Against the least that could do, on CPUs: weights and gradients, and one microbatch with what every block keeps
+    of it. What takes less may still be too much, and `slipstream plan` tells more; this is for what is beyond hope."""
+    if config.train.device != "cpu" or not (limit := _memory_of_this_machine()):
+        return
+    precision = precision_of(config)
+    itemsize, compute = precision.master.itemsize, precision.compute.itemsize
+    tokens = config.train.microbatch_size * model.sequence_length
+    weights = 2 * itemsize * model.num_parameters() * config.pipeline.replicas
+    microbatch = tokens * (16 + compute * model.dim * model.num_layers)
+    if under_torchrun():  # this machine may have one stage among others
+        weights, microbatch = weights // (config.pipeline.stages * config.pipeline.replicas), tokens * 16
+    for needed, what, remedy in (
+        (weights, f"a model of {model.num_parameters():,} parameters", "lower model.dim, model.num_layers or others"),
+        (microbatch, f"a microbatch of {tokens:,} tokens", "lower train.microbatch_size or model.sequence_length"),
+    ):
+        if needed > limit:
+            raise ConfigError(
+                f"{what} takes at least {needed / 1e9:,.0f} GB and there are {limit / 1e9:,.0f} GB: {remedy}"
+            )
+
+
+def _memory_of_this_machine() -> float:
+    """Bytes that a process may have; 0 where the system does not say."""
+    try:
+        physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return 0.0
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return physical if limit == resource.RLIM_INFINITY else min(physical, float(limit))
+
+
+def check_machine(config: Config) -> None:
+    """Refuses more processes than this machine can hold: a slip in a number must not take it down."""
+    most, is_threaded = MAX_STAGES_PER_CORE * (os.cpu_count() or 1), config.pipeline.transport == "thread"
+    if (is_threaded or not under_torchrun()) and (count := num_processes(config)) > most:
+        raise ConfigError(
+            f"pipeline.stages x pipeline.replicas (or pipeline.reshape, pipeline.processes) come to {count} "
+            f"{'threads' if is_threaded else 'processes'}, more than the {most} that this machine's cores are trusted "
+            "with: use fewer, or torchrun on more machines"
+        )

@@ -1,0 +1,253 @@
+"""One process of a run: makes its stage, trains it, saves it, and reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint import Store
+from ..checkpoint.stage_state import StageState
+from ..config.defaults import may_share_a_gpu, precision_of
+from ..config.layout import layout_at, next_layout_change
+from ..config.models import recomputed_layers
+from ..config.rules import schedule_of
+from ..config.schema import Config
+from ..data import ValidationBatches
+from ..errors import PipelineError
+from ..observe.console import Screen
+from ..observe.devices import flops_of
+from ..observe.metrics import Metrics
+from ..observe.sinks import Guarded, sink_classes
+from ..observe.status_file import status_file
+from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
+from ..pipeline import Evaluation, Pipeline, Requests, StepReport
+from ..transport.base import Transport
+from ..transport.world import World
+from .build import Components
+from .checkpointing import Saver, SignalRequests, checkpoint_store
+from .reshape import Commands, Phase, Reshaping
+from .resume import corpus_facts, state_of, sync_start_steps
+from .run_folder import run_folder
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What all processes of a launch must see alike."""
+
+    attempt: str | None = None
+    """See `Store`."""
+    resumed_at: int | None = None
+    """The step of the checkpoint that the run goes on from."""
+    is_over: bool = False
+    """There is nothing left to do."""
+
+    def as_first(self, world: World) -> LaunchFacts:
+        """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
+        return LaunchFacts(**json.loads(world.as_first("facts", json.dumps(asdict(self)))))
+
+
+def train_process(world: World, config: Config, facts: LaunchFacts, signals: SignalRequests | None = None) -> None:
+    """One process (or thread) of a run, through all layouts that the run has. signals: None, of this process's own."""
+    facts = facts.as_first(world)
+    if facts.is_over:
+        return
+    store = checkpoint_store(config, run_folder(config), facts.attempt)
+    found = None if facts.resumed_at is None else store.open(facts.resumed_at, verify=False)
+    run = Run(
+        config,
+        store,
+        signals or SignalRequests(config.checkpoint.every_minutes if world.rank == 0 else 0.0),
+        Commands(config, run_folder(config), Screen().print) if world.rank == 0 else None,
+        config.pipeline.sync_start_steps if found is None else sync_start_steps(found, schedule_of(config)),
+        facts.resumed_at or 0,
+    )
+    reshaping = Reshaping(world, config, run.commands)
+    start = None if found is None else state_of(found)
+    for phase in reshaping.phases(layout_at(config, run.first_step), start):
+        pipeline = None if phase.transport is None else run.make_pipeline(phase)
+        run.reshapes += reshaping.settle(phase)
+        phase.end = None if pipeline is None else train_stage(run, phase, pipeline)
+        del pipeline  # its memory goes with its state, once that has moved on
+    run.finish_writing()
+
+
+@dataclass
+class Run:
+    """What stays of a run, in one of its processes, when its layout changes."""
+
+    config: Config
+    store: Store
+    signals: SignalRequests
+    commands: Commands | None
+    """Of the first process."""
+    sync_start_steps: int
+    first_step: int
+    """Where it was taken up."""
+    started: float = field(default_factory=time.perf_counter)
+    reshapes: list[dict[str, Any]] = field(default_factory=list)
+    savers: list[Saver] = field(default_factory=list)
+    """Of all layouts: one may still be writing when the next is taken on."""
+
+    def requests(self) -> Requests:
+        return self.signals()._replace(
+            busy=any(saver.is_busy for saver in self.savers),
+            pause=self.commands is not None and self.commands.look(),
+        )
+
+    def make_pipeline(self, phase: Phase) -> Pipeline:
+        config, layout, start = phase.layout.applied(self.config), phase.layout, phase.take_start()
+        assert phase.transport is not None, "an idle process has no pipeline"
+        if config.train.device == "cpu" and config.pipeline.transport == "process":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // layout.size))
+        following = next_layout_change(self.config, 0 if start is None else start.step)
+        until = None if following is None else following.step
+        return make_pipeline(
+            phase.transport, config, phase.components, self.requests, start, self.sync_start_steps, until
+        )
+
+    def finish_writing(self) -> None:
+        for saver in self.savers:
+            saver.close()
+
+
+def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None:
+    """One stage, for as long as the run has this layout. Returns the state to go on from, or None when it is over."""
+    transport, components, config = pipeline.transport, phase.components, phase.layout.applied(run.config)
+    device = torch.device(config.train.device)
+    pipeline.clock.watcher = status_file(transport.stage, transport.replica)
+    is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
+    tokens_per_step = components.batches.num_tokens(0)
+    screen, folder = Screen(), run_folder(config)
+    metrics = None
+    if is_last:
+        flops = flops_of(device, 1 if may_share_a_gpu(config) else phase.layout.size, precision_of(config).compute)
+        peak = None if flops is None else flops / components.model.flops_per_token()
+        sinks = [
+            partial(Guarded, cls, folder, asdict(run.config), screen.print) for cls in sink_classes(config.run.sinks)
+        ]
+        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen, peak, sinks)
+    corpus = corpus_facts(components.batches.tokens)
+    saver = Saver(run.config, components.model, transport, pipeline, run.store, screen.print, corpus)
+    run.savers.append(saver)
+    delays: list[int] = []
+    losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
+    val_loss: float | None = None
+    try:
+        for report in pipeline.run():
+            if isinstance(report, StepReport):
+                delays.append(report.delay)
+                losses.append(report.loss)
+                if metrics:  # before the step is saved: a run that goes on from there does not say it again
+                    metrics.step(report, components.learning_rates(report.step))
+                saver.after(report)
+            else:
+                val_loss = report.loss
+                if metrics:
+                    metrics.evaluation(report)
+    except Exception as error:
+        with suppress(OSError):
+            leave_actions(folder, transport, pipeline, error)
+        raise
+    finally:
+        seconds = metrics.close() if metrics else 0.0
+    if pipeline.end != config.train.steps and not pipeline.was_stopped:
+        saver.retire()
+        return pipeline.state()
+    saver.finish(pipeline.was_stopped)
+    stages = gather_stages(transport, pipeline, delays, config)
+    if metrics:
+        if run.reshapes:  # the metrics are of the last layout
+            seconds = time.perf_counter() - run.started
+        before = [row.get("seconds") for row in metrics.earlier if row["step"] <= run.first_step]
+        earlier = sum(each for each in before if isinstance(each, (int, float)))
+        model = ModelFacts(
+            components.model.num_parameters(), components.layers_per_stage, tokens_per_step, components.tokenizer
+        )
+        summary = summarise(
+            config, model, stages, losses, val_loss, run.first_step, seconds, earlier, metrics.utilisation, pipeline
+        )
+        summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
+        leave_behind(folder, pipeline.schedule, summary, stages, metrics.utilisation, screen)
+    if pipeline.was_stopped:
+        _say_where_it_stopped(transport, run.store, pipeline.num_updates, device, screen.print if metrics else None)
+    return None
+
+
+def _say_where_it_stopped(
+    transport: Transport, store: Store, step: int, device: torch.device, say: Callable[[str], None] | None
+) -> None:
+    """say: of the stage that speaks for all. To leave with success without having saved would be a lie."""
+    if transport.num_replicas > 1:  # of this replica, all have finished writing: their summaries are here
+        transport.add_replicas([torch.zeros(1, device=device)]).wait(lambda: "the other replicas' last checkpoint")
+    if say is None:
+        return
+    steps = store.steps()
+    if step not in steps:
+        newest_step = f"the newest is of step {steps[-1]}" if steps else "there is no other"
+        raise PipelineError(transport.fail(f"stopped after step {step}, which has no checkpoint: {newest_step}"))
+    say(f"stopped after step {step}, and saved: go on with --checkpoint.resume")
+
+
+def make_pipeline(
+    transport: Transport,
+    config: Config,
+    components: Components,
+    requests: Callable[[], Requests] | None = None,
+    start: StageState | None = None,
+    sync_start_steps: int | None = None,
+    until: int | None = None,
+) -> Pipeline:
+    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any. start: a
+    state to go on from. sync_start_steps: None, as configured. until: steps after which to leave off."""
+    device = torch.device(config.train.device)
+    with torch.device("meta"):
+        model, loss = components.model.layers_and_loss(config.train.loss_chunk_tokens)
+
+    def materialise(layers: nn.Sequential) -> None:
+        layers.to(getattr(torch, config.train.dtype))
+        layers.to_empty(device=device)
+        components.model.initialise(layers, config.train.seed if start is None else None)
+
+    return Pipeline(
+        transport,
+        model,
+        data=components.batches,
+        loss=loss,
+        optimizer=components.groups,
+        num_microbatches=config.pipeline.microbatches,
+        num_steps=config.train.steps,
+        schedule=config.pipeline.schedule,
+        depth=config.pipeline.depth,
+        sync_start_steps=config.pipeline.sync_start_steps if sync_start_steps is None else sync_start_steps,
+        learning_rate=components.learning_rate,
+        loss_scale=lambda step: 1 / components.batches.num_tokens(step),
+        evaluation=_evaluation(config, components.validation),
+        skip_non_finite=config.train.non_finite == "skip",
+        track_alignment=config.train.track_alignment,
+        layers_per_stage=components.layers_per_stage,
+        precision=precision_of(config),
+        shard_optimizer=config.optimizer.sharded,
+        recompute=recomputed_layers(config, components.model),
+        compile=config.train.compile,
+        prepare=materialise,
+        requests=requests,
+        start=start,
+        until=until,
+        device=device,
+    )
+
+
+def _evaluation(config: Config, validation: ValidationBatches | None) -> Evaluation | None:
+    if validation is None:
+        return None
+    num_tokens = sum(map(validation.num_tokens, range(len(validation))))
+    return Evaluation(validation, len(validation), config.evaluation.every_steps, 1 / num_tokens)

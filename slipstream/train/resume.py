@@ -1,0 +1,311 @@
+"""Finds the checkpoint to resume from, checks that the configuration fits it, and lists what has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import Checkpoint, Store
+from ..checkpoint.stage_state import (
+    FACTS,
+    TENSOR,
+    StageState,
+    StateError,
+    check_names,
+    is_tensor,
+    merge_facts,
+    tensor_names,
+)
+from ..checkpoint.store import MAX_STEP
+from ..config.defaults import peak_rates_of
+from ..config.optimizers import learning_rate, parameter_groups, peak_rates
+from ..config.rules import schedule_of
+from ..config.schema import Config
+from ..config.toml import build
+from ..data import Tokens
+from ..errors import ConfigError
+from ..model.spec import ModelSpec
+from ..optim import RECIPES
+from ..optim.groups import assign
+from ..pipeline.reduction import NUM_PRODUCTS
+from ..pipeline.update import sample
+from ..schedule import Schedule
+from .build import Components
+from .checkpointing import batch_facts
+
+UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
+"""Of how the run is started, and not of the run."""
+
+SAMPLE_TOKENS = 2**16
+
+
+def corpus_facts(tokens: Tokens) -> dict[str, Any]:
+    """By which a corpus is known again: how long it is, and how it begins and ends."""
+    count = len(tokens)
+    ends = tokens.read(0, min(SAMPLE_TOKENS, count)), tokens.read(max(0, count - SAMPLE_TOKENS), count)
+    return {"tokens": count, "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
+
+
+def changes(found: Checkpoint, config: Config, components: Components) -> Iterator[str]:
+    """A line for everything that differs from what the checkpoint was made with."""
+    facts: Mapping[str, Any] = next(iter(found.facts.values()))
+    tree = facts.get("config")
+    then, now = _flat(tree if isinstance(tree, dict) else {}), _flat(asdict(config))
+    for name in sorted(then.keys() & now.keys()):
+        if then[name] != now[name] and name not in UNTOLD:
+            yield f"{name} was {then[name]!r} until step {found.step}, and is {now[name]!r} from here on"
+    corpus = facts.get("corpus")
+    if isinstance(corpus, dict) and corpus != (current := corpus_facts(components.batches.tokens)):
+        yield (
+            f"the corpus is another than until step {found.step}: {corpus.get('tokens')} tokens then, "
+            f"{current['tokens']} now"
+        )
+    yield from _rate_changes(found, tree, config)
+
+
+def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]:
+    """Of the next update, where the peak itself has not been changed."""
+    try:
+        before = build(Config, tree, "")
+        then, now = learning_rate(before)(found.step), learning_rate(config)(found.step)
+    except (ConfigError, ValueError, TypeError):  # a configuration of another version of the program
+        return
+    if peak_rates(before) == peak_rates(config) and abs(then - now) > 1e-6 * now:
+        peak, _ = peak_rates_of(config.optimizer)
+        steps = before.optimizer.horizon_steps or before.train.steps
+        yield (
+            f"the learning rate is {peak * now:.4g} from here on, and would have been {peak * then:.4g} as it was laid "
+            f"out: set optimizer.horizon_steps = {steps} to keep to that"
+        )
+
+
+def keep_configuration(folder: Path, step: int) -> None:
+    """Puts the configuration of the steps so far aside."""
+    with suppress(FileNotFoundError):
+        (folder / "config.toml").replace(folder / f"config.until-step-{step}.toml")
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Every field by its section's name and its own, its value as JSON would have it."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, dict) and not before
+        plain = list(value) if isinstance(value, tuple) else value
+        flat |= _flat(value, f"{name}.") if is_section else {f"{before}{name}": plain}
+    return flat
+
+
+WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+
+TOY_SHAPE = (3, 5, 7, 11)
+"""No dimension twice: a state of the same shape is one number for every number of the parameter."""
+
+
+# ---- going on
+class _Tensors(Mapping[str, Tensor]):
+    """Those of a checkpoint, read when they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._names = checkpoint, checkpoint.names()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._checkpoint.read([name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def newest(store: Store, config: Config, model: ModelSpec, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest complete checkpoint, once it is clear that this configuration can go on from it."""
+    found = store.newest(lambda damage: say(f"{damage}: the checkpoint before it is taken"))
+    if found is not None:
+        check_fits(found, config, model)
+    return found
+
+
+def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
+    """Raises a ConfigError that names what does not."""
+    where = f"the checkpoint of step {found.step}"
+    facts: list[Any] = [part.get("run") for part in found.facts.values()]
+    if not all(isinstance(part, dict) for part in facts) or not all(map(_has_state, found.facts.values())):
+        raise ConfigError(f"{where} was not written by slipstream train: set run.name to another run")
+    expected_facts = batch_facts(config, model)
+    for key, then in ((key, part.get(key)) for key in expected_facts for part in facts):
+        if then != (value := expected_facts[key]):
+            raise ConfigError(
+                f"{where} was made with {key.replace('_', ' ')} {then}, and this configuration comes to {value}: make "
+                "pipeline.microbatches x pipeline.replicas x train.microbatch_size, model.sequence_length and "
+                "train.seed what they were"
+            )
+    if found.step > config.train.steps:
+        raise ConfigError(
+            f"train.steps = {config.train.steps} is less than the {found.step} steps that are made already: use more, "
+            "or another run.name"
+        )
+    with torch.device("meta"):
+        expected = {name: parameter.shape for name, parameter in model.layers().named_parameters()}
+    try:
+        _check_weights(found, expected)
+        _check_versions(found, schedule_of(config), expected)
+        _check_optimizers(found, config, expected)
+        _check_products(found, len(parameter_groups(config)))
+    except StateError as error:
+        raise ConfigError(f"{where} does not fit the configured model: {error}") from error
+
+
+def _has_state(part: Mapping[str, Any]) -> bool:
+    state = part.get("state")
+    return isinstance(state, dict) and all(isinstance(state.get(kind), dict) for kind in FACTS)
+
+
+def _check_weights(found: Checkpoint, expected: Mapping[str, torch.Size]) -> None:
+    """Masters of all parameters, and older versions of some."""
+    masters: dict[str, torch.Size] = {}
+    for name, (dtype, shape) in found.names().items():
+        kind, _, rest = name.partition("/")
+        if kind == "working":
+            lag, _, rest = rest.partition("/")
+            if not WHOLE_NUMBER.fullmatch(lag) or rest not in expected:
+                raise StateError(f"{name[:200]!r} is no older version of a parameter")
+            if shape != expected[rest]:
+                raise StateError(f"{name} is {shape}, not {tuple(expected[rest])}")
+        if kind == "sample" and shape != (size := _sample_shape(expected.get(rest))):
+            raise StateError(f"{name[:200]} is {shape}, not {size}")
+        if kind == "master":
+            masters[rest] = torch.Size(shape)
+        if kind in ("master", "working", "sample") and not dtype.is_floating_point:
+            raise StateError(f"{name} is of {dtype}")
+    check_names(masters, expected)
+
+
+def _check_products(found: Checkpoint, num_groups: int) -> None:
+    products = {name: about for name, about in found.names().items() if name.startswith("products/")}
+    if not products:
+        raise StateError("the products of the latest updates are missing")
+    for name, (dtype, shape) in products.items():
+        if (dtype, shape) != (torch.float64, (num_groups, NUM_PRODUCTS)):
+            raise StateError(f"{name[:200]} is {shape} of {dtype}, not {(num_groups, NUM_PRODUCTS)} of torch.float64")
+
+
+def _check_versions(found: Checkpoint, schedule: Schedule, expected: Mapping[str, torch.Size]) -> None:
+    """That the versions which the next batches run on are there. Where stages step alone, each has versions of its own
+    number, and says itself what it misses."""
+    if schedule.traits.steps_alone:
+        return
+    start, names = sync_start_steps(found, schedule), found.names()
+    for lag in range(1, max(map(schedule.delay, range(schedule.num_stages))) + 1):
+        missing = [name for name in expected if f"working/{lag}/{name}" not in names]
+        if missing and found.step - lag >= start:
+            raise StateError(
+                f"version {found.step - lag} of {len(missing)} parameters is missing, {missing[0]} among them, which "
+                f"{schedule.name} goes on with"
+            )
+
+
+def _sample_shape(shape: torch.Size | None) -> tuple[int, ...] | None:
+    return None if shape is None else tuple(sample(torch.empty(shape, device="meta")).shape)
+
+
+def _check_optimizers(found: Checkpoint, config: Config, expected: Mapping[str, torch.Size]) -> None:
+    """Against the state that the configured optimizers have after a step of toys. Of a class by its import path nobody
+    knows whether it keeps the same for every size."""
+    is_known = config.optimizer.name in ("muon", "adamw", *RECIPES)
+    facts, tensors = _state_facts(found), found.names()
+    kept = facts["optimizer"]
+    if missing := [f"the optimizer's state of {name} is missing" for name in expected if name not in kept]:
+        raise StateError("; ".join(missing))
+    for name, value in kept.items():
+        if not isinstance(value, dict) or is_tensor(value):
+            raise StateError(f"the optimizer's state of {name[:200]} is none")
+        for tensor in tensor_names(value):
+            if not isinstance(tensor, str) or tensor not in tensors:
+                raise StateError(f"{str(tensor)[:200]} of {name[:200]} is missing")
+    toys = [(name, nn.Parameter(torch.ones(TOY_SHAPE[: len(shape)]))) for name, shape in expected.items()]
+    for group, members in assign(toys, parameter_groups(config)):
+        for ndim in {toy.ndim for _, toy in members}:
+            alike = [name for name, toy in members if toy.ndim == ndim]
+            toy = next(toy for _, toy in members if toy.ndim == ndim)
+            toy.grad = torch.ones_like(toy)
+            optimizer = group.optimizer([toy])
+            optimizer.step()
+            for name in alike:
+                state = {key: value for key, value in optimizer.state[toy].items() if is_known or key in kept[name]}
+                _check_state(kept[name], state, toy.shape, expected[name], tensors, name)
+            _check_group(facts["groups"].get(group.name), optimizer, group.name)
+        coefficient = facts["coefficients"].get(group.name)
+        if coefficient is not None and type(coefficient) not in (int, float):
+            raise StateError(f"the coefficient of group {group.name!r} is {str(coefficient)[:60]!r}, and no number")
+
+
+def _check_state(
+    kept: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    toy_shape: torch.Size,
+    shape: torch.Size,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    name: str,
+) -> None:
+    """Of one parameter. None at all is that of a parameter which was never stepped; what an optimizer adds later is not
+    known here."""
+    whose = f"the optimizer's state of {name}"
+    for key, value in wanted.items() if kept else ():
+        if key not in kept:
+            raise StateError(f"{whose} has no {key!r}, which the configured optimizer keeps")
+        if is_tensor(kept[key]) != isinstance(value, Tensor):
+            raise StateError(f"{whose} has a {key!r} of another kind than the configured optimizer's")
+        if isinstance(value, Tensor):
+            dtype, its_shape = tensors[kept[key][TENSOR]]
+            is_same = value.shape == toy_shape
+            if value.ndim != len(its_shape) or (is_same and its_shape != shape):
+                raise StateError(f"{whose} has a {key!r} of shape {its_shape}, where the parameter has {tuple(shape)}")
+            if dtype.is_floating_point != value.is_floating_point():
+                raise StateError(f"{whose} has a {key!r} of {dtype}")
+        elif isinstance(value, (int, float)) and not _is_number(kept[key], key):
+            raise StateError(f"{whose} has {str(kept[key])[:60]!r} as {key!r}, and no number")
+
+
+def _is_number(value: Any, key: str) -> bool:
+    """Where steps are counted, at least one has been made: optimizers divide by them."""
+    return type(value) in (bool, int, float) and (key != "step" or 1 <= value <= MAX_STEP)
+
+
+def _check_group(kept: Any, optimizer: torch.optim.Optimizer, name: str) -> None:
+    if kept is None:
+        return
+    whole = isinstance(kept, list) and all(isinstance(group, dict) for group in kept)
+    if not whole or len(kept) != len(optimizer.param_groups):
+        raise StateError(f"what is kept of group {name!r} is not the configured optimizer's")
+    for group in kept:
+        if "step" in group and not _is_number(group["step"], "step"):
+            raise StateError(f"group {name!r} has made {str(group['step'])[:60]!r} steps, which is no number")
+
+
+def _state_facts(found: Checkpoint) -> dict[str, Any]:
+    return merge_facts(part["state"] for part in found.facts.values())
+
+
+def state_of(found: Checkpoint) -> StageState:
+    """Of all stages together: each takes what it needs."""
+    return StageState(found.step, _Tensors(found), _state_facts(found))
+
+
+def sync_start_steps(found: Checkpoint, schedule: Schedule) -> int:
+    """A run that was synchronous has no older versions to be late with: it goes on as after a synchronous start."""
+    lags = {int(name.split("/")[1]) for name in found.names() if name.startswith("working/")}
+    needed = max(map(schedule.delay, range(schedule.num_stages)))
+    is_late = found.step > schedule.sync_start_steps
+    return found.step if is_late and not lags.issuperset(range(1, needed + 1)) else schedule.sync_start_steps

@@ -1,0 +1,73 @@
+"""The folder of a run: where it is, whether it may be used, and what it holds at the start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from ..config.schema import Config
+from ..config.toml import to_toml
+from ..errors import ConfigError
+from .build import Components
+from .reshape import COMMAND_NAME
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.run.folder) / config.run.name
+
+
+def has_summary(folder: Path, step: int) -> bool:
+    """A run may be killed between its last checkpoint and its end, and owe a summary."""
+    try:
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"] == step
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
+    try:
+        if not (folder.exists() or folder.is_symlink()):
+            return
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):  # of a run that was killed there
+            return
+        is_run = (folder / "config.toml").exists() and not folder.is_symlink()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if resumes and is_run:
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"run.name = {folder.name!r} has been used, {folder} exists: choose another, set checkpoint.resume to go "
+            "on with it, or run.overwrite"
+        )
+    if not is_run:
+        raise ConfigError(
+            f"run.name = {folder.name!r} would overwrite {folder}, which has no config.toml and is no run: "
+            "choose another, or remove it yourself"
+        )
+
+
+def make_folder(folder: Path, config: Config, components: Components, keep: bool) -> None:
+    made = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        if folder.exists() and not keep:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in (COMMAND_NAME, "summary.json"):  # of an earlier part of the run
+            (folder / stale).unlink(missing_ok=True)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        if components.tokenizer_json is not None:
+            (folder / "tokenizer.json").write_bytes(components.tokenizer_json)
+    except OSError as error:
+        for parent in made:  # a refusal leaves nothing behind
+            with suppress(OSError):
+                parent.rmdir()
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.folder = {str(folder.parent)!r} cannot take the folder {folder.name!r} ({error.strerror}): use another"
+    )

@@ -1,0 +1,91 @@
+"""`slipstream train`: checks a configuration, makes the run's folder, and starts its processes.
+
+The trainer is a user of `Pipeline` and `launch` like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from functools import partial
+
+import torch
+
+from ..config.defaults import settled
+from ..config.layout import Layout, layout_changes, num_processes
+from ..config.models import with_model
+from ..config.rules import validate
+from ..config.schema import Config
+from ..observe.console import Screen
+from ..transport.environment import under_torchrun
+from ..transport.launch import launch_world
+from .build import build_components
+from .checkpointing import SIGNALS, SignalRequests, checkpoint_store
+from .describe import describe, notes
+from .preflight import check_machine
+from .process import LaunchFacts, train_process
+from .reshape import check_layout_changes
+from .resume import changes, keep_configuration, newest
+from .run_folder import check_folder, has_summary, make_folder, run_folder
+
+
+def train(config: Config) -> None:
+    """Checks, makes the run's folder, starts the stages. Under torchrun, every rank calls this."""
+    torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    validate(config)
+    unused = list(notes(config))
+    config = settled(config)
+    folder = run_folder(config)
+    if is_first:
+        check_folder(folder, config.run.overwrite, config.checkpoint.resume)
+    components = build_components(config)
+    config = with_model(config, components.model)
+    check_layout_changes(config)
+    check_machine(config)
+    store = checkpoint_store(config, folder)
+    # One process decides: others might look while this one puts away what a crash has left, and see something else.
+    found = newest(store, config, components.model, Screen().print) if config.checkpoint.resume and is_first else None
+    is_over = found is not None and found.step == config.train.steps and has_summary(folder, found.step)
+    if is_over:
+        Screen().print(f"{folder} has made its {config.train.steps} steps: raise train.steps to go on")
+        if not under_torchrun():  # whose other processes have yet to hear of it
+            return
+    elif is_first:
+        changed = [] if found is None else list(changes(found, config, components))
+        if found is not None and changed:
+            keep_configuration(folder, found.step)
+        make_folder(folder, config, components, keep=config.checkpoint.resume)
+        store.clean()
+        if found is not None:
+            Screen().print("\n".join([f"going on from the checkpoint of step {found.step}", *changed]))
+        elif config.checkpoint.resume:
+            Screen().print(f"{folder} has no checkpoint to go on from: starting at step 1")
+        for line in [*unused, describe(config, components, folder)]:
+            Screen().print(line)
+    is_threaded = config.pipeline.transport == "thread"
+    # Only a main thread is told of signals.
+    signals = SignalRequests(config.checkpoint.every_minutes) if is_threaded else None
+    facts = LaunchFacts(secrets.token_hex(8), None if found is None else found.step, is_over)
+    layout = Layout.of(config)
+    is_fixed = num_processes(config) == layout.size and not layout_changes(config)
+    try:
+        launch_world(
+            partial(train_process, config=config, facts=facts, signals=signals),
+            num_processes(config),
+            mesh=layout.mesh(config) if is_fixed else None,
+            threads=is_threaded,
+            device=config.train.device,
+            timeout_seconds=config.pipeline.timeout_seconds,
+            shared_memory=config.pipeline.shared_memory,
+            backend=config.pipeline.backend,
+            share_gpu=config.pipeline.share_gpu,
+            start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
+            forwarded=SIGNALS,
+        )
+    finally:
+        if signals is not None:
+            signals.close()
+    if signals is not None and signals.was_interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""How stages start, find and reach each other. Everything that sends or receives is here."""

@@ -1,0 +1,484 @@
+"""`ProcessTransport`: one stage per process, over torch.distributed.
+
+On CPUs it uses gloo, and shared memory between processes of one machine (shared_memory.py). Between GPUs it uses NCCL,
+under the rules in nccl.py that keep it from hanging. Each gloo link has a process group of its own, so messages only
+need to be in order within a link.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import Exchange, Gathering, Transport
+from .buckets import Bucket, make_buckets, on_host
+from .failures import leave_failure
+from .host_staging import StagedLink
+from .link import Link, Message, Spec, Waiting, peer_lost
+from .mesh import Mesh
+from .nccl import LINK_BLOCKS, Circle, NcclLink, prepare_environment
+from .nccl import new_group as new_nccl_group
+from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
+from .watchdog import Watchdog
+from .wire import Wire, open_wire
+
+_HEADER_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class BrokenWork:
+    """A send or receive that could not even be started."""
+
+    error: RuntimeError
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise self.error
+
+
+class ProcessLink(Link):
+    def __init__(
+        self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup, device: torch.device, pinned: bool
+    ) -> None:
+        """device: of the messages. pinned: they are received where a GPU can copy them from."""
+        self._transport, self._peer, self._group = transport, peer, group
+        self._device, self._pinned = device, pinned
+        self._specs: dict[str, Spec] = {}
+        self._sending: deque[tuple[list[dist.Work | BrokenWork], Message, Waiting]] = deque()
+        self._expected: deque[str] = deque()
+        self._posted: deque[tuple[list[dist.Work | BrokenWork], Message]] = deque()
+
+    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
+        message = tuple(tensor.contiguous() for tensor in message)
+        if kind not in self._specs:
+            self._specs[kind] = Spec.of(message)
+            self._send((self._header(self._specs[kind]),), waiting)
+        else:
+            self._specs[kind].check(kind, message)
+        self._send(message, waiting)
+        while len(self._sending) > self._transport.max_under_way:
+            self._finish_oldest()
+
+    def _header(self, spec: Spec) -> Tensor:
+        numbers = spec.encode()
+        if len(numbers) > _HEADER_LENGTH:
+            raise ValueError(f"{len(spec.tensors)} tensors are too many to pass between two layers: pass fewer")
+        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=self._device)
+
+    def _send(self, message: Message, waiting: Waiting) -> None:
+        works = [self._start(dist.isend, tensor) for tensor in message]
+        self._sending.append((works, message, waiting))  # a work dropped too early takes its message with it
+
+    def _finish_oldest(self) -> None:
+        """Only a wait tells that a gloo send is done: so it is asked when the message must have been taken long ago."""
+        works, _, waiting = self._sending.popleft()
+        for work in works:
+            self._transport.wait(work, waiting, self._peer)
+
+    def _start(self, operation: Callable[..., Any], tensor: Tensor) -> dist.Work | BrokenWork:
+        """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
+        try:
+            return operation(tensor, self._transport.rank_of(self._peer), group=self._group)
+        except RuntimeError as error:
+            return BrokenWork(error)
+
+    def expect(self, kind: str) -> None:
+        self._expected.append(kind)
+        self._post()
+
+    def _post(self) -> None:
+        """Posts what is expected, in order, as far as its shape is known: into fresh tensors, because a receive does
+        not bump a tensor's version counter, and an older microbatch's graph may hold the last one."""
+        while self._expected and (spec := self._specs.get(self._expected[0])) is not None:
+            self._expected.popleft()
+            message = tuple(
+                torch.empty(shape, dtype=dtype, device=self._device, pin_memory=self._pinned)
+                for dtype, shape in spec.tensors
+            )
+            works = [self._start(dist.irecv, tensor) for tensor in message]
+            self._posted.append((works, message))
+
+    def take(self, waiting: Waiting) -> Message:
+        if not self._posted:
+            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+            self._transport.wait(self._start(dist.irecv, header), waiting, self._peer)
+            self._specs[self._expected[0]] = Spec.decode(header.tolist())
+            self._post()
+        works, message = self._posted.popleft()
+        for work in works:
+            self._transport.wait(work, waiting, self._peer)
+        return message
+
+    def flush(self) -> None:
+        while self._sending:
+            self._finish_oldest()
+        self._specs.clear()
+
+    def close(self) -> None:
+        """Its group goes with all others."""
+
+
+class ProcessGathering(Gathering):
+    def __init__(
+        self,
+        transport: ProcessTransport,
+        work: dist.Work,
+        tensor: Tensor,
+        gathered: list[Tensor],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._work, self._tensor, self._gathered = transport, work, tensor, gathered
+        self._device = device
+
+    def wait(self, waiting: Waiting) -> list[Tensor]:
+        self._transport.wait(self._work, waiting, None)
+        return [tensor.to(self._device) for tensor in self._gathered]
+
+
+@dataclass(frozen=True)
+class CircleGathering(Gathering):
+    """Over NCCL."""
+
+    circle: Circle
+    tensor: Tensor
+    num_stages: int
+
+    def wait(self, waiting: Waiting) -> list[Tensor]:
+        flat = self.tensor.contiguous().view(-1)
+        gathered = flat.new_empty(self.num_stages * flat.numel())
+        self.circle.run(
+            lambda: [dist.all_gather_into_tensor(gathered, flat, group=self.circle.group, async_op=True)], waiting
+        )
+        return [part.view_as(self.tensor) for part in gathered.chunk(self.num_stages)]
+
+
+@dataclass(frozen=True)
+class AssemblyGathering(Gathering):
+    assembly: Assembly
+    tensor: Tensor
+    num_stages: int
+
+    def wait(self, waiting: Waiting) -> list[Tensor]:
+        return self.assembly.gather(self.tensor, self.num_stages, waiting)
+
+
+class ReplicaExchange(Exchange):
+    def __init__(
+        self,
+        transport: ProcessTransport,
+        buckets: Sequence[Bucket],
+        start: Callable[[Bucket], Any],
+        receives: bool,
+        circle: Circle | None,
+    ) -> None:
+        """receives: whether the replicas that do not own a bucket are those that get it. circle: over NCCL, where
+        nothing starts before all replicas wait for it."""
+        self._transport, self._buckets, self._receives = transport, buckets, receives
+        self._circle, self._start = circle, start
+        self._works = [present(start(bucket)) for bucket in buckets] if circle is None else []
+
+    def wait(self, waiting: Waiting) -> None:
+        if self._circle is not None:
+            self._circle.run(lambda: [self._start(bucket) for bucket in self._buckets], waiting)
+        for work in self._works:
+            self._transport.wait(work, waiting, None)
+        for bucket in self._buckets:
+            if bucket.owner is None or (bucket.owner != self._transport.replica) == self._receives:
+                bucket.put_back()
+
+
+class ProcessTransport(Transport):
+    """One stage of one replica per process. Where stages share a machine and compute on CPUs, torch.distributed stays
+    out of it until it is needed, for replicas or tied weights: every group of gloo's has a thread that wakes a hundred
+    times a second."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        mesh: Mesh,
+        device: torch.device,
+        timeout_seconds: float,
+        shared_memory: bool = True,
+        backend: str = "auto",
+        is_staged: bool | None = None,
+        failures: dist.Store | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """backend: auto is NCCL between GPUs and gloo between CPUs. is_staged: messages go through the hosts' memory;
+        None: if the backend cannot reach a GPU's. failures: where to leave word of one; None: in the store."""
+        self._watchdog = watchdog
+        self._backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
+        self._is_staged = (device.type == "cuda" and self._backend == "gloo") if is_staged is None else is_staged
+        self.store, self._failures, self._rank, self._mesh = store, failures or store, rank, mesh
+        self.replica, self.stage = mesh.place(rank)
+        self.num_replicas, self.num_stages = mesh.num_replicas, mesh.num_stages
+        self.device, self.timeout_seconds = device, timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._num_joined = 0
+        self._links: list[ProcessLink | SharedMemoryLink | StagedLink | NcclLink] = []
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._circles: dict[tuple[int, ...], Circle] = {}
+        """By stages: those that hold tied weights, over NCCL."""
+        self._turn = threading.Lock()
+        """Over NCCL: see there."""
+        self._assembly: Assembly | None = None
+        self._replicas: dist.ProcessGroup | Circle | None = None
+        self._sharing: dist.ProcessGroup | Circle | None = None
+        if self._backend == "nccl":
+            prepare_environment()
+            self._join()
+        is_local = shared_memory and device.type == "cpu"
+        ends: dict[int, Ends] = {}
+        if is_local:
+            ends = connect(self._store_of(self.replica), self.stage, self.num_stages, timeout_seconds)
+        with self.limit(lambda: "the making of its connections with the other stages"):
+            for replica in range(mesh.num_replicas):
+                self._open_edges(replica, ends, is_local)
+            if mesh.num_replicas > 1:
+                self._replicas = self._group_of_replicas()
+            self._meet_all("the others to make their connections")
+
+    def _group_of_replicas(self) -> dist.ProcessGroup | Circle:
+        """This stage's; every process makes those of all stages."""
+        groups = []
+        for stage in range(self.num_stages):
+            ranks = tuple(self._mesh.rank(replica, stage) for replica in range(self.num_replicas))
+            groups.append(self._new_circle(ranks) if self._backend == "nccl" else self._new_group(ranks, self._backend))
+        return present(groups[self.stage])
+
+    def _new_circle(self, ranks: tuple[int, ...], max_blocks: int | None = None) -> Circle | None:
+        """None: this process is not among the ranks."""
+        hosts = self._new_group(ranks, "gloo")
+        group = new_nccl_group(ranks, self.device, max_blocks)
+        if self._rank not in ranks:
+            return None
+        circle = Circle(group, hosts, self._turn, ranks, self._rank, self.stage, self.device, self.timeout_seconds)
+        circle.connect()
+        return circle
+
+    def _store_of(self, replica: int) -> dist.Store:
+        return dist.PrefixStore(f"replica {replica}", self.store)
+
+    def _open_edges(self, replica: int, ends: dict[int, Ends], is_local: bool) -> None:
+        """A replica's links, and its gather over all stages. Every process does so for every replica, because a process
+        group is made by all of them."""
+        store, is_own = self._store_of(replica), replica == self.replica
+        is_shared = shared_edges(store, self.num_stages) if is_local else [False] * (self.num_stages - 1)
+        # Edges that have no stage in common are opened at the same time.
+        for edge in sorted(range(self.num_stages - 1), key=lambda edge: edge % 2):
+            ranks = self._mesh.rank(replica, edge), self._mesh.rank(replica, edge + 1)
+            is_end = is_own and self.stage in (edge, edge + 1)
+            peer = 2 * edge + 1 - self.stage
+            links: Sequence[ProcessLink | SharedMemoryLink | StagedLink | NcclLink]
+            if self._backend == "nccl":
+                links = self._open_nccl_edge(ranks, peer, is_end)
+            elif is_shared[edge]:
+                links = [
+                    SharedMemoryLink(end, self.stage, peer, self.timeout_seconds, self._max_under_way)
+                    for end in (ends[edge] if is_end else ())
+                ]
+            else:
+                groups = [self._new_group(ranks, self._backend) for _ in range(2)]
+                links = [self._link(peer, group) for group in groups if is_end]
+            if not is_end:
+                continue
+            forward, backward = links
+            self._links += links
+            if self.stage == edge:
+                self.forward_out, self.backward_in = forward, backward
+            else:
+                self.forward_in, self.backward_out = forward, backward
+        is_assembled = is_local and all(is_shared)
+        if is_assembled and is_own:
+            meeting = assemble(store, self.stage, self.num_stages, self.timeout_seconds)
+            self._assembly = Assembly(meeting, self.stage, self.timeout_seconds)
+        if not is_assembled or self.num_replicas > 1:
+            self._open(replica, tuple(range(self.num_stages)), "gloo")
+
+    def _open_nccl_edge(self, ranks: tuple[int, int], peer: int, is_end: bool) -> Sequence[NcclLink]:
+        groups = [new_nccl_group(ranks, self.device, LINK_BLOCKS) for _ in range(2)]
+        if not is_end:
+            return []
+        links, rank = [], self.rank_of(peer)
+        for direction, group in enumerate(groups):
+            is_sender = (self.stage < peer) == (direction == 0)
+            wire = self._open_wire(peer, f"wire/{min(self.stage, peer)}/{direction}", listens=self._rank > rank)
+            link = NcclLink(
+                group,
+                wire,
+                self._turn,
+                self.stage,
+                peer,
+                rank,
+                is_lower=self._rank < rank,
+                device=self.device,
+                timeout_seconds=self.timeout_seconds,
+                sends=is_sender,
+            )
+            link.connect()
+            links.append(link)
+        return links
+
+    def _open_wire(self, peer: int, name: str, listens: bool) -> Wire:
+        try:
+            return open_wire(self._store_of(self.replica), name, listens, self.timeout_seconds)
+        except OSError as error:
+            silent_seconds, reason = self.timeout_seconds if isinstance(error, TimeoutError) else None, str(error)
+            raise peer_lost(self.stage, peer, silent_seconds, lambda: f"a connection with it ({reason})") from error
+
+    def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink | StagedLink:
+        if not self._is_staged:
+            return ProcessLink(self, peer, group, self.device, pinned=False)
+        return StagedLink(ProcessLink(self, peer, group, torch.device("cpu"), self.device.type == "cuda"), self.device)
+
+    def rank_of(self, stage: int) -> int:
+        """In this replica."""
+        return self._mesh.rank(self.replica, stage)
+
+    def _join(self) -> None:
+        self._num_joined += 1
+        dist.init_process_group(
+            "gloo",
+            # A store remembers what was said the last time.
+            store=dist.PrefixStore(f"group {self._num_joined}", self.store),
+            rank=self._rank,
+            world_size=self._mesh.size,
+            timeout=self._timeout,
+        )
+
+    @contextmanager
+    def process_group(self) -> Iterator[None]:
+        """torch.distributed for a while, for whoever needs it; all stages ask for it together."""
+        if dist.is_initialized():
+            yield
+            return
+        self._join()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def _max_under_way(self) -> int:
+        return self.max_under_way
+
+    def _new_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+        """Every rank makes every group, in the same order, whether or not it is a member: torch asks for that."""
+        if not dist.is_initialized():
+            self._join()
+        return dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
+
+    def open_group(self, stages: tuple[int, ...]) -> None:
+        for replica in range(self.num_replicas):
+            if self._backend != "nccl":
+                self._open(replica, stages, self._backend)
+                continue
+            circle = self._new_circle(tuple(self._mesh.rank(replica, stage) for stage in stages), LINK_BLOCKS)
+            if circle is not None:
+                self._circles[stages] = circle
+        self._meet_all("the others to connect stages with tied weights")
+
+    def _open(self, replica: int, stages: tuple[int, ...], backend: str) -> None:
+        group = self._new_group(tuple(self._mesh.rank(replica, stage) for stage in stages), backend)
+        if replica == self.replica:
+            self._groups[stages, backend] = group
+
+    def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
+        if tensor.is_cuda and self._backend == "nccl":
+            return CircleGathering(self._circles[stages], tensor, len(stages))
+        backend = "gloo"
+        if len(stages) == self.num_stages:
+            if self._assembly is not None and tensor.nbytes * self.num_stages <= Assembly.MAX_BYTES:
+                return AssemblyGathering(self._assembly, tensor, self.num_stages)
+            if (stages, backend) not in self._groups:  # only where there is one replica
+                self._open(0, stages, backend)
+        group, device = self._groups[stages, backend], tensor.device
+        if tensor.is_cuda:
+            tensor = on_host(tensor)
+        gathered = [torch.empty_like(tensor) for _ in stages]
+        work = present(dist.all_gather(gathered, tensor, group=group, async_op=True))
+        return ProcessGathering(self, work, tensor, gathered, device)
+
+    def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None) -> None:
+        """Blocks until `work`, over gloo, is done."""
+        started = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            is_silent = time.monotonic() - started >= self.timeout_seconds
+            raise peer_lost(self.stage, peer, self.timeout_seconds if is_silent else None, waiting) from error
+
+    def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
+        group, circle = _group_and_circle(self._replicas)
+
+        def start(bucket: Bucket) -> Any:
+            if bucket.owner is None:
+                return dist.all_reduce(bucket.flat, group=group, async_op=True)
+            owner = self._mesh.rank(bucket.owner, self.stage)
+            return dist.reduce(bucket.flat, owner, group=group, async_op=True)
+
+        buckets = make_buckets(tensors, owners or [None] * len(tensors), self._is_staged)
+        return ReplicaExchange(self, buckets, start, receives=False, circle=circle)
+
+    def open_sharing(self) -> None:
+        if self._sharing is None:
+            self._sharing = self._group_of_replicas()
+            self._meet_all("the others to connect replicas")
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
+        group, circle = _group_and_circle(self._sharing if aside else self._replicas)
+
+        def start(bucket: Bucket) -> Any:
+            assert bucket.owner is not None
+            return dist.broadcast(bucket.flat, self._mesh.rank(bucket.owner, self.stage), group=group, async_op=True)
+
+        return ReplicaExchange(
+            self, make_buckets(tensors, owners, self._is_staged), start, receives=True, circle=circle
+        )
+
+    def fail(self, message: str) -> str:
+        if self.num_replicas > 1:
+            message = f"replica {self.replica}: {message}"
+        return leave_failure(self._failures, message)
+
+    def _meet_all(self, what: str) -> None:
+        """Over NCCL, where connections are made and taken down by all ranks together, and nothing else is done
+        meanwhile."""
+        if self._backend == "nccl":
+            self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: what, None)
+
+    def limit(self, what: Waiting) -> AbstractContextManager[None]:
+        # What is waited for in Python ends a moment earlier, with a message of its own.
+        return nullcontext() if self._watchdog is None else self._watchdog.limit(self.timeout_seconds + 2, what)
+
+    def flush(self) -> None:
+        for link in self._links:
+            link.flush()
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        if self._assembly is not None:
+            self._assembly.close()
+        if dist.is_initialized():
+            self._meet_all("the others to leave")  # communicators are taken down by all of their members together
+            dist.destroy_process_group()
+
+
+def _group_and_circle(group: dist.ProcessGroup | Circle | None) -> tuple[dist.ProcessGroup, Circle | None]:
+    return (group.group, group) if isinstance(group, Circle) else (present(group), None)
+
+
+def present(value: Any) -> Any:
+    """torch types these calls as returning None for ranks outside the group; ours are always inside."""
+    assert value is not None
+    return value

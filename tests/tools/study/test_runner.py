@@ -1,0 +1,741 @@
+"""`slipstream study` from end to end: what it runs, what it leaves, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from harness import forks
+
+from slipstream import cli
+from slipstream.config.toml import load_toml
+from slipstream.tools.study import runner as command
+from slipstream.tools.study.cell import Cell
+from slipstream.tools.study.delayed import DelayedRun
+from slipstream.tools.study.grid import load_grid
+from slipstream.tools.study.record import Record, read_records
+from slipstream.train.build import build_components
+
+pytestmark = forks
+
+STEPS = 6
+CONFIG = f"""
+[config.model]
+dim = 16
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+hidden_dim = 32
+sequence_length = 16
+[config.data]
+sources = ["TEXT"]
+[config.pipeline]
+stages = 2
+microbatches = 2
+[config.train]
+steps = {STEPS}
+microbatch_size = 2
+[config.evaluation]
+every_steps = 3
+batches = 2
+"""
+GRID = """
+[[grid]]
+mode = ["sync", "async", "ef"]
+optimizer.name = "adamw"
+optimizer.learning_rate = 0.003
+"""
+
+
+class Study:
+    """A folder with a grid to edit."""
+
+    def __init__(self, here: Path, text_file: Path) -> None:
+        self.path, self.folder = here / "grid.toml", here / "out"
+        self._config = CONFIG.replace("TEXT", str(text_file))
+
+    def write(self, grid: str = GRID, top: str = "") -> None:
+        self.path.write_text(top + self._config + grid)
+
+    def run(self, *arguments: str) -> int:
+        return cli.run(["study", str(self.path), "--output", str(self.folder), *arguments])
+
+    @property
+    def cells(self) -> list[Cell]:
+        return load_grid(self.path).cells
+
+    def path_of(self, cell: Cell) -> Path:
+        return self.folder / "cells" / cell.name / "record.json"
+
+    def record(self, cell: Cell) -> Record:
+        return Record.from_json(self.path_of(cell).read_text())
+
+    def times(self) -> dict[str, int]:
+        """When each record was written."""
+        return {path.parent.name: path.stat().st_mtime_ns for path in self.folder.glob("cells/*/record.json")}
+
+    @property
+    def table(self) -> str:
+        return (self.folder / "table.md").read_text()
+
+
+@pytest.fixture
+def study(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    result = Study(here, text_file)
+    result.write()
+    return result
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than these cells."""
+    for name in ("draw_losses", "draw_gaps", "draw_cosines"):
+        monkeypatch.setattr(command, name, lambda records, path: None)
+
+
+def numbers(record: Record) -> Record:
+    """A record without what the clock says."""
+    return replace(record, seconds=0.0, tokens_per_second=0.0, optimizer_share=0.0)
+
+
+# ---- what it leaves
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> tuple[Study, int, str]:
+    """Three cells, two at a time: the study, its exit code, and what it said."""
+    here = tmp_path_factory.mktemp("finished")
+    result = Study(here, text_file)
+    result.write()
+    with pytest.MonkeyPatch.context() as patch, (here / "said").open("w") as said:
+        patch.setattr(sys, "stdout", said)
+        code = result.run("--jobs", "2")
+    return result, code, (here / "said").read_text()
+
+
+def test_a_study_ends_well_and_leaves_records_table_and_figures(finished: tuple[Study, int, str]) -> None:
+    study, code, _ = finished
+    assert code == 0
+    names = {path.name for path in study.folder.iterdir()}
+    assert names == {"cells", "grid.toml", "cells.jsonl", "table.md", "loss.png", "gap.png", "cosine.png"}
+    assert (study.folder / "grid.toml").read_text() == study.path.read_text()
+    for name in ("loss.png", "gap.png", "cosine.png"):
+        assert (study.folder / name).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in study.folder.glob("cells/*")} == {cell.name for cell in study.cells}
+    for cell in study.cells:
+        assert {path.name for path in study.path_of(cell).parent.iterdir()} == {
+            "config.toml",
+            "metrics.jsonl",
+            "record.json",
+        }
+
+
+def test_every_cell_has_its_configuration_beside_it(finished: tuple[Study, int, str]) -> None:
+    study = finished[0]
+    for cell in study.cells:
+        assert load_toml(study.path_of(cell).with_name("config.toml")) == cell.config
+
+
+def test_metrics_have_a_line_for_every_step_and_every_evaluation(finished: tuple[Study, int, str]) -> None:
+    study = finished[0]
+    for cell in study.cells:
+        lines = study.path_of(cell).with_name("metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        trained = [row for row in rows if "loss" in row]
+        assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
+        assert [row["tokens"] for row in trained] == [64 * (step + 1) for step in range(STEPS)]
+        held_out = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+        assert held_out == [(e.step, e.loss) for e in study.record(cell).evaluations[1:]]
+
+
+def test_a_record_says_what_was_run_and_what_came_of_it(finished: tuple[Study, int, str]) -> None:
+    study = finished[0]
+    sync = study.cells[0]
+    for cell in study.cells:
+        record = study.record(cell)
+        assert (record.id, record.baseline, record.mode) == (cell.id, sync.id, cell.mode)
+        assert (record.study, record.optimizer, record.seed) == ("grid", "adamw", 0)
+        assert (record.learning_rate, record.steps, record.tokens) == (0.003, STEPS, 64 * STEPS)
+        assert record.setting == {"optimizer.learning_rate": 0.003}
+        assert [(e.step, e.tokens) for e in record.evaluations] == [(0, 0), (3, 192), (6, 384)]
+        assert record.final_loss == record.evaluations[-1].loss
+        assert [step for step, _ in record.cosines["all"]] == [1, 2, 3, 4, 5]
+        assert record.seconds > 0 and record.tokens_per_second > 0 and 0 < record.optimizer_share < 1
+        run = DelayedRun(cell, build_components(cell.config), torch.device("cpu"))
+        losses = [run.evaluate().item()] + [run.evaluate().item() for done in run.train() if done % 3 == 0]
+        assert [e.loss for e in record.evaluations] == losses
+        assert record.parameters == sum(weight.numel() for weight in run.weights().values())
+
+
+def test_lines_and_table_show_every_cell(finished: tuple[Study, int, str]) -> None:
+    study, _, said = finished
+    assert said.startswith("study grid: 3 cells, 0 of them done before, 2 at a time; writing ")
+    for mode in ("sync", "async", "ef"):
+        record = next(r for r in read_records(study.folder / "cells.jsonl") if r.mode == mode)
+        line = (
+            rf"^\[[123]/3\] adamw {mode} seed 0 optimizer.learning_rate=0.003: held-out loss {record.final_loss:.4f}, "
+        )
+        assert re.search(line, said, re.MULTILINE)
+        assert re.search(
+            rf"^\| adamw +\| {mode} +\| 0.003 \| +1 \| +{record.final_loss:.4f} \|", study.table, re.MULTILINE
+        )
+    assert all(f"[{number}/3]" in said for number in (1, 2, 3))
+    assert study.table in said
+    assert said.endswith("out: cells.jsonl, table.md, loss.png, gap.png, cosine.png\n")
+
+
+def test_all_records_are_in_one_file_in_the_order_of_the_grid(finished: tuple[Study, int, str]) -> None:
+    study = finished[0]
+    assert read_records(study.folder / "cells.jsonl") == [study.record(cell) for cell in study.cells]
+
+
+# ---- going on
+
+
+def test_one_job_or_two_give_the_same_numbers(finished: tuple[Study, int, str], study: Study, no_figures: None) -> None:
+    study.write()
+    assert study.run("--jobs", "1") == 0
+    two = finished[0]
+    for cell in study.cells:
+        assert numbers(study.record(cell)) == numbers(two.record(cell))
+    assert len({study.record(cell).final_loss for cell in study.cells}) == 3
+
+
+def test_cells_that_will_have_no_gap_are_named_before_anything_runs(
+    study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write(GRID.replace('mode = ["sync", "async", "ef"]', 'mode = ["async", "ef"]'))
+    assert study.run() == 0
+    said = capsys.readouterr().out
+    assert "2 cells will have no gap, first adamw async seed 0 optimizer.learning_rate=0.003: " in said
+    assert said.index("add mode = 'sync' beside theirs") < said.index("[1/2]")
+
+
+def test_a_finished_cell_is_not_run_again(study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.run() == 0
+    before, cells = study.times(), study.cells
+    (study.folder / "table.md").unlink()
+    capsys.readouterr()
+
+    assert study.run() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("study grid: 3 cells, 3 of them done before, ")
+    assert "[1/" not in said
+    assert study.times() == before
+    assert "| ef" in study.table  # what was missing of it, it writes again
+
+    # one that is lost is made again, alone
+    lost = cells[2]
+    kept = study.record(lost)
+    study.path_of(lost).unlink()
+    assert study.run() == 0
+    said = capsys.readouterr().out
+    assert "3 cells, 2 of them done before" in said
+    assert re.findall(r"^\[.*\] adamw (\w+)", said, re.MULTILINE) == ["ef"]
+    after = study.times()
+    assert {name for name in after if after[name] != before[name]} == {lost.name}
+    assert numbers(study.record(lost)) == numbers(kept)
+
+    # one that is added is run, alone, and the table has all
+    study.write(GRID + "train.seed = [0, 1]\n")
+    assert study.run("--only", "adamw") == 0
+    said = capsys.readouterr().out
+    assert "6 cells, 3 of them done before" in said
+    assert sorted(re.findall(r"^\[.*\] adamw (\w+) seed 1", said, re.MULTILINE)) == ["async", "ef", "sync"]
+    assert {name: study.times()[name] for name in after} == after
+    assert len(read_records(study.folder / "cells.jsonl")) == 6
+
+    # and the folder's own copy of the grid will do as well
+    assert cli.run(["study", str(study.folder / "grid.toml"), "--output", str(study.folder)]) == 0
+    assert "6 cells, 6 of them done before" in capsys.readouterr().out
+
+
+def test_only_runs_the_optimizers_it_names(study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]) -> None:
+    study.write('[[grid]]\nmode = "ef"\noptimizer.name = ["adamw", "muon", "torch.optim.SGD"]\n')
+    assert study.run("--only", "torch.optim.SGD", "muon") == 0
+    assert "study grid: 2 cells, 0 of them done before" in capsys.readouterr().out
+    assert {name.split("-")[0] for name in study.times()} == {"SGD", "muon"}
+    before = study.times()
+    assert study.run("--only", "adamw") == 0
+    assert "study grid: 1 cells, 0 of them done before" in capsys.readouterr().out
+    assert before.items() < study.times().items()
+    assert len(study.times()) == 3
+    assert all(name in study.table for name in ("adamw", "muon", "torch.optim.SGD"))
+
+
+def test_a_cell_with_two_places_in_the_grid_is_run_once(
+    study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write('[[grid]]\nmode = "async"\n[[grid]]\nmode = ["sync", "ef"]\noptimizer.error_feedback = [0.0, 1.0]\n')
+    assert study.run() == 0
+    assert "study grid: 3 cells, " in (said := capsys.readouterr().out)
+    assert re.findall(r"^\[(\d/\d)\]", said, re.MULTILINE) == ["1/3", "2/3", "3/3"]
+    records = read_records(study.folder / "cells.jsonl")
+    assert [(r.mode, r.setting.get("optimizer.error_feedback")) for r in records] == [
+        ("async", None),
+        ("sync", None),
+        ("ef", 0.0),
+        ("ef", 1.0),
+    ]
+    assert records[0].id == records[2].id
+
+
+def test_a_pipeline_of_double_depth_has_a_baseline_too(study: Study, no_figures: None) -> None:
+    study.write("""
+[[grid]]
+mode = "sync"
+pipeline.microbatches = 3
+[[grid]]
+mode = "ef"
+pipeline.microbatches = 3
+pipeline.depth = "double"
+""")
+    assert study.run() == 0
+    sync, delayed = read_records(study.folder / "cells.jsonl")
+    assert delayed.baseline == sync.id
+
+
+def test_without_output_it_writes_below_runs(study: Study, no_figures: None) -> None:
+    study.write('[[grid]]\nmode = "ef"\n', top='name = "mine"\n')
+    assert cli.run(["study", "grid.toml", "--jobs", "1"]) == 0
+    assert Path("runs", "study-mine", "table.md").exists()
+
+
+# ---- cells that go wrong
+
+
+def test_a_cell_that_diverges_is_recorded_and_the_study_goes_on(
+    study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write(GRID.replace("0.003", "[0.003, 1e30]"))
+    assert study.run("--jobs", "2") == 0
+    records = [study.record(cell) for cell in study.cells]
+    assert [record.final_loss is None for record in records] == [False, True] * 3
+    for record in records:
+        if record.final_loss is None:
+            assert [e.step for e in record.evaluations] == [0]  # those after are not numbers
+            assert record.steps == STEPS
+            assert record.tokens_per_second == pytest.approx(3 * 64 / record.seconds)  # of the steps it made
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^\[.*learning_rate=1e\+30: diverged, ", said, re.MULTILINE)) == 3
+    lines = [line for line in study.table.splitlines() if "1e+30" in line and "| adamw" in line]
+    assert sum("1 of 1" in line for line in lines) >= 3
+    for name in ("loss.png", "gap.png", "cosine.png"):
+        assert (study.folder / name).exists()
+    before = study.times()
+    assert study.run() == 0
+    assert study.times() == before  # it would diverge again
+
+
+def test_if_all_cells_diverge_the_study_still_ends_well(study: Study) -> None:
+    study.write(GRID.replace("0.003", "1e30"))
+    assert study.run() == 0
+    assert study.table.count("1 of 1") == 3
+
+
+FAULTY = """
+import torch
+
+class Unspeakable(RuntimeError):
+    def __init__(self, first, second):
+        super().__init__(f"{first}\\n{second}")
+
+class Faulty(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        if self.num_steps == 3:
+            raise Unspeakable("a fault", "in two lines")
+        return super().step(closure)
+"""
+
+
+def test_a_cell_that_raises_is_named_and_the_others_finish(
+    study: Study, tmp_path: Path, no_figures: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is of a kind that cannot be sent to another process and put together again there."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    study.write('[[grid]]\nmode = ["sync", "ef"]\noptimizer.name = ["faulty.Faulty", "adamw"]\n')
+    assert study.run("--jobs", "2") == 1
+    said = capsys.readouterr()
+    names = [cell.name for cell in study.cells if cell.name.startswith("Faulty")]
+    failed = {}
+    for name in names:
+        path = study.folder / "cells" / name / "failure.txt"
+        failed[name] = f"{name} failed with Unspeakable: a fault in two lines (traceback in {path})"
+        assert "faulty.py" in path.read_text()
+        assert path.read_text().endswith("Unspeakable: a fault\nin two lines\n")
+        assert failed[name] in said.out.splitlines()
+    assert said.err in [f"slipstream: 2 of 4 cells failed, the first was {sentence}\n" for sentence in failed.values()]
+    assert {name.split("-")[0] for name in study.times()} == {"adamw"}
+    assert len(study.times()) == 2
+    assert study.table.count("adamw") == 2
+
+    # mended, they are run, and nothing is left of the failure
+    (tmp_path / "faulty.py").write_text(FAULTY.replace("== 3", "== -1"))
+    monkeypatch.delitem(sys.modules, "faulty")
+    before = study.times()
+    assert study.run() == 0
+    assert "4 cells, 2 of them done before" in capsys.readouterr().out
+    assert before.items() < study.times().items()
+    assert not list(study.folder.glob("cells/*/failure.txt"))
+
+
+# ---- mistakes
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that is said instead."""
+    assert cli.run(["study", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("slipstream: ") and said.err.count("\n") == 1, said.err
+    return said.err
+
+
+@pytest.fixture
+def nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> NoReturn:
+        pytest.fail("a cell was started")
+
+    monkeypatch.setattr(command, "_run_cells", fail)
+
+
+ARGUMENT_MISTAKES = [
+    ("missing.toml", "missing.toml cannot be read (No such file or directory): check the path"),
+    ("folder", "folder cannot be read (Is a directory): check the path"),
+    ("grid.toml --jobs 0", "jobs = 0 is too small: use 1 or more"),
+    ("grid.toml --jobs -1", "jobs = -1 is too small: use 1 or more"),
+    ("grid.toml --jobs two", "jobs = 'two' cannot be: write a whole number"),
+    ("grid.toml --jobs 1.5", "jobs = '1.5' cannot be: write a whole number"),
+    ("grid.toml --jobs", "jobs has no value: write a whole number"),
+    ("grid.toml --only lion", "only = 'lion' is no optimizer of this grid: choose from adamw"),
+    ("grid.toml --only adamw sync", "only = 'sync' is no optimizer of this grid: choose from adamw"),
+    ("--only adam", "only = 'adam' is no optimizer of this grid: choose from adamw, muon"),
+    ("grid.toml --output text.txt", "output = 'text.txt' cannot be written (Not a directory): choose another"),
+    ("grid.toml --output text.txt/a", "output = 'text.txt/a' cannot be written (Not a directory): choose another"),
+    (f"grid.toml --output {'a' * 300}", "cannot be written (File name too long): choose another"),
+    ("grid.toml --output", "output has no value: write a text"),
+    ("grid.toml grid.toml", "'grid.toml' belongs to no option"),
+    ("--jobs 1 grid.toml", "'grid.toml' belongs to no option: a configuration file comes before all options"),
+    ("grid.toml --job 1", "option --job is unknown: did you mean --jobs?"),
+    ("--job 1", "option --job is unknown: did you mean --jobs?"),
+    ("grid.toml --train.steps 3", "option --train.steps is unknown: see slipstream study --help"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENT_MISTAKES, ids=[said for _, said in ARGUMENT_MISTAKES])
+def test_a_wrong_argument_is_one_sentence_before_anything_happens(
+    arguments: str, sentence: str, study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir()
+    Path("text.txt").touch()
+    before = sorted(Path().rglob("*"))
+    assert sentence in refusal(arguments.split(), capsys)
+    assert sorted(Path().rglob("*")) == before
+
+
+FILE_MISTAKES = [
+    ("train.sede = 1", "grid.toml: train.sede is unknown: did you mean seed?"),
+    ("predictor = 'lats'", "grid.toml: predictor = 'lats' is unknown: choose one of last,"),
+    ("evaluation.batches = 0", "evaluation.batches = 0 leaves nothing to compare: use 1 or more"),
+    ("pipeline.stages = 9\npipeline.microbatches = 9", "pipeline.stages = 9 is more than the model's 4 layers (embed"),
+    ("pipeline.layers_per_stage = [[2, 2], [1, 1]]", "pipeline.layers_per_stage = [1, 1] does not cut 4 layers into 2"),
+    ("optimizer.name = ['adamw', 'adam']", "grid.toml: optimizer.name = 'adam' is no optimizer: use muon, adamw, "),
+    ("optimizer.name = 'no.Such'", "optimizer.name = 'no.Such' is no optimizer (No module named 'no'): use muon,"),
+    ("data.sources = ['no.txt']", "data.sources names 'no.txt', which does not exist: give a file, a folder or a glob"),
+    ("model.sequence_length = 100000", "model.sequence_length = 100000 takes 100001 tokens and there are"),
+    ("model.dim = 15", "model.dim is 15, which 2 heads cannot share evenly"),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), FILE_MISTAKES, ids=[sentence for _, sentence in FILE_MISTAKES])
+def test_a_wrong_grid_is_one_sentence_before_anything_happens(
+    line: str, sentence: str, study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write(f'[[grid]]\nmode = ["sync", "ef"]\n{line}\n')
+    before = sorted(Path().rglob("*"))
+    assert sentence in refusal(["grid.toml"], capsys)
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused(
+    study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write(GRID + 'train.device = "cuda"')
+    assert "train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'" in refusal(["grid.toml"], capsys)
+
+
+def test_an_unwritable_folder_is_refused(
+    study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", deny)
+    sentence = "output = 'runs/study-grid' cannot be written (Permission denied): choose another"
+    assert sentence in refusal(["grid.toml"], capsys)
+
+
+def test_a_folder_that_holds_something_else_is_refused(
+    study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.folder.mkdir()
+    (study.folder / "cells").touch()
+    sentence = refusal(["grid.toml", "--output", "out"], capsys)
+    assert "output = 'out' cannot be written (File exists): choose another" in sentence
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"id": 3, "evaluations": [], "cosines": {}, "new": 1}'])
+def test_a_record_that_cannot_be_read_is_named_before_anything_is_run(
+    text: str, study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = study.path_of(study.cells[1])
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    said = refusal(["grid.toml", "--output", str(study.folder)], capsys)
+    assert said.startswith(f"slipstream: {path} is no record of a cell (")
+    assert said.endswith("): remove it, and it is run again\n")
+
+
+def test_under_torchrun_it_is_refused(
+    study: Study, nothing_is_run: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = sorted(Path().rglob("*"))
+    sentence = "slipstream study is one process, or several by --jobs: start it without torchrun"
+    assert sentence in refusal(["grid.toml"], capsys)
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.run(["study", "--help"])
+    assert not stop.value.code
+    said = capsys.readouterr().out
+    assert said.startswith("usage: slipstream study [GRID.toml] [-h]")
+    for option in ("--output", "--only", "--jobs"):
+        assert option in said
+
+
+# ---- how it ends
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+LONG = """
+[[grid]]
+mode = "ef"
+[[grid]]
+mode = ["ef", "async"]
+train.steps = 1000000
+evaluation.every_steps = 0
+"""
+"""Three cells, of which the first ends at once and the others never."""
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Running:
+    """A study in a session of its own, with two cells under way, and a third done, whose worker has no more to do."""
+
+    def __init__(self, pid: int, study: Study, errors: Path) -> None:
+        self.pid, self._study, self._errors = pid, study, errors
+        self._code: int | None = None
+        wait_until(lambda: study.times())
+        wait_until(lambda: len(list(study.folder.glob("cells/*/metrics.jsonl"))) >= 3)
+        self.workers = children(pid)
+        assert len(self.workers) == 3
+
+    def ending(self) -> tuple[int, str]:
+        """Exit code and what it said, of a study that ends in time and leaves nobody behind."""
+        wait_until(self._has_ended)
+        wait_until(lambda: not any(map(is_running, self.workers)))
+        assert len(self._study.times()) == 1  # what was done stays
+        assert self._code is not None
+        return self._code, self._errors.read_text()
+
+    def _has_ended(self) -> bool:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code is not None
+
+    def clear(self) -> None:
+        for pid in ([] if self._has_ended() else [self.pid]) + self.workers:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(self._has_ended)
+
+
+@contextmanager
+def running(study: Study) -> Iterator[Running]:
+    """Forked from here, for starting Python and torch anew takes seconds."""
+    study.write(LONG)
+    errors = study.folder.with_name("errors")
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        with study.folder.with_name("said").open("wb") as said, errors.open("wb") as failed:
+            os.dup2(said.fileno(), 1)
+            os.dup2(failed.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
+        sys.argv = ["slipstream", "study", str(study.path), "--output", str(study.folder), "--jobs", "3"]
+        try:
+            cli.main()
+        finally:
+            os._exit(99)
+    started = Running(pid, study, errors)
+    try:
+        yield started
+    finally:
+        started.clear()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("send", "signum"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM), (os.kill, signal.SIGHUP)],
+    ids=["SIGINT to all", "SIGINT", "SIGTERM", "SIGHUP"],
+)
+def test_an_interrupt_ends_all_workers_with_one_line(
+    send: Callable[[int, int], None], signum: int, study: Study
+) -> None:
+    with running(study) as process:
+        send(process.pid, signum)
+        assert process.ending() == (130, "slipstream: interrupted\n")
+
+
+@linux
+def test_a_killed_worker_ends_the_study_with_one_sentence_and_the_next_goes_on(
+    study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(study) as process:
+        before = study.times()
+        os.kill(process.workers[0], signal.SIGKILL)
+        code, said = process.ending()
+    assert code == 1
+    assert re.fullmatch(r"slipstream: a worker died while muon-seed0-\w+ was waiting or running, .* are done\n", said)
+    study.write(LONG.replace("1000000", "2"))
+    assert study.run() == 0
+    assert "3 cells, 1 of them done before" in capsys.readouterr().out
+    assert before.items() < study.times().items()
+
+
+def test_whoever_calls_it_and_lives_on_is_left_no_workers_and_all_its_own_children(
+    study: Study, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it hears SIGTERM itself, as one does that has trained before, and whoever is forked from it inherits
+    that."""
+
+    def interrupt(*arguments: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_sentence", interrupt)  # said of the first cell, while the others run
+    study.write(LONG)
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    others = set(multiprocessing.active_children())
+    own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    own.start()
+    try:
+        assert study.run("--jobs", "2") == 130
+        assert capsys.readouterr().err == "slipstream: interrupted\n"
+        wait_until(lambda: set(multiprocessing.active_children()) - others == {own})
+        assert own.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+            process.join()
+
+
+@linux
+def test_an_interrupt_is_for_the_parent_to_answer(study: Study) -> None:
+    """A terminal sends it to all, and a worker that answered as well would do so with a traceback."""
+    with running(study) as process:
+        for pid in process.workers:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+        assert all(map(is_running, [process.pid, *process.workers]))
+
+
+@linux
+def test_workers_do_not_outlive_a_study_that_is_killed(study: Study) -> None:
+    with running(study) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.ending() == (-signal.SIGKILL, "")
+
+
+@linux
+def test_an_interrupt_from_the_keyboard_ends_the_command(study: Study) -> None:
+    study.write(LONG)
+    arguments = [sys.executable, "-m", "slipstream", "study", "grid.toml", "--output", "out", "--jobs", "3"]
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Whoever runs the tests in the background may have told them to ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        wait_until(lambda: len(list(study.folder.glob("cells/*/metrics.jsonl"))) >= 3)
+        workers = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert (process.returncode, said) == (130, "slipstream: interrupted\n")
+    assert len(workers) == 3
+    wait_until(lambda: not any(map(is_running, workers)))
