@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: train test test-faults test-fuzz lint types format bench bench-bubble results clean
+.PHONY: train test test-faults test-fuzz lint types format bench bench-bubble results docs clean
 
 train: .venv/.installed
 	$(BIN)/slipstream train --run.overwrite
@@ -41,12 +41,21 @@ bench-bubble: .venv/.installed
 results: .venv/.installed
 	$(BIN)/python experiments/results.py
 
+# The reference pages first, which are written from the program. Open site/index.html in a browser.
+docs: .venv/.docs
+	$(BIN)/python docs/generate.py
+	$(BIN)/zensical build --clean --strict
+
 clean:
-	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build dist site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch first, and alone: the rest must not pull another build of it.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@

@@ -128,7 +128,7 @@ def descend(
 def bound(
     problem: Problem, beta: float, rate: float, steps: int, noise: float, delay: int, nesterov: bool = False
 ) -> float:
-    """What the average dual norm of the gradient cannot exceed in expectation; derived in docs/theory.md."""
+    """What the average dual norm of the gradient cannot exceed in expectation; derived in docs/research/theory.md."""
     lag = np.arange(steps)
     weights = (1 - beta) * beta**lag
     if nesterov:
@@ -153,7 +153,7 @@ def best_rate(problem: Problem, beta: float, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of a study, averaged over the seeds; a line of docs/theory.json."""
+    """One setting of a study, averaged over the seeds; a line of docs/research/theory.json."""
 
     study: str
     problem: str

@@ -1,4 +1,4 @@
-"""The tables and figures of docs/results.md, from the records in benchmarks/study_*/.
+"""The tables and figures of docs/results/delay.md, from the records in benchmarks/study_*/.
 
     python experiments/results.py          # or make results
 
@@ -20,7 +20,7 @@ from slipstream.tools.study.record import Record, read_records
 from slipstream.tools.study.results import courses, markdown_table, rows, sweep_table, token_overhead
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "results"
 SCRIPT = "experiments/results.py"
 
 PAPER = {
@@ -170,27 +170,27 @@ def tables() -> dict[str, str]:
 
 def draw(folder: Path) -> None:
     if records := read_study("main"):
-        draw_losses(records, folder / "results_loss.png")
-        draw_gaps(records, folder / "results_gap.png")
-        draw_cosines(records, folder / "results_cosine.png")
+        draw_losses(records, folder / "delay_loss.png")
+        draw_gaps(records, folder / "delay_gap.png")
+        draw_cosines(records, folder / "delay_cosine.png")
     if records := read_study("length"):
-        draw_axis(records, "train.steps", folder / "results_length.png")
+        draw_axis(records, "train.steps", folder / "delay_length.png")
     if records := read_study("steps"):
-        draw_axis(records, "train.steps", folder / "results_steps.png")
+        draw_axis(records, "train.steps", folder / "delay_steps.png")
     for name in COURSES:
-        draw_course(read_study(name), folder / f"results_{name}_course.png")
+        draw_course(read_study(name), folder / f"delay_{name}_course.png")
     if records := [record for record in beyond("adamw") if "optimizer.adamw_nesterov" not in record.setting]:
-        draw_losses(records, folder / "results_adamw.png")
+        draw_losses(records, folder / "delay_adamw.png")
     for ablation in ABLATIONS:
         if records := ablation.records(read_study("ablations")):
-            draw_axis(records, ablation.axis, folder / f"results_{ablation.name}.png")
+            draw_axis(records, ablation.axis, folder / f"delay_{ablation.name}.png")
 
 
 def main() -> None:
-    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    page = (DOCS / "delay.md").read_text(encoding="utf-8")
     for name, table in tables().items():
         page = with_table(page, name, SCRIPT, table)
-    (DOCS / "results.md").write_text(page, encoding="utf-8")
+    (DOCS / "delay.md").write_text(page, encoding="utf-8")
     draw(DOCS)
 
 

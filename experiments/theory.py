@@ -1,10 +1,10 @@
-"""One step of gradient delay on problems small enough to know the answer: the numbers and figures of docs/theory.md.
+"""One step of gradient delay on problems small enough to know the answer: for docs/research/theory.md.
 
 How large a rate is stable on a quadratic is in stability.py, how delayed LMO descent converges in lmo.py. Both use the
 update of slipstream/optim/correction.py.
 
-It needs numpy and matplotlib, and about half a minute. It rewrites docs/theory.json, the two figures and the tables
-of docs/theory.md, with the same bytes every time on one machine:
+It needs numpy and matplotlib, and about half a minute. It rewrites theory.json, the two figures and the tables
+of docs/research/theory.md, with the same bytes every time on one machine:
 
     python experiments/theory.py
 """
@@ -20,12 +20,12 @@ import lmo
 import stability
 from page import with_table
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "research"
 SCRIPT = "experiments/theory.py"
 
 
 def tables(rows: Sequence[lmo.Row]) -> dict[str, str]:
-    """All tables of docs/theory.md, by the name in their marker."""
+    """All tables of docs/research/theory.md, by the name in their marker."""
     return {
         "stability table": stability.stability_table(),
         "delay table": stability.delay_table(),

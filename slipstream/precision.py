@@ -9,6 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
+    """The dtypes of a run. `Precision.of` fills in what is left out."""
+
     master: torch.dtype
     """The weights that the optimizer steps, and its state. `Pipeline` takes it from the layers it is given."""
     compute: torch.dtype

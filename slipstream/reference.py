@@ -44,13 +44,14 @@ def reference_run(
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Returns the final z of every parameter and the loss of every step. `model` itself is left at its last weights.
+    """The whole algorithm in one process. Returns the final z of every parameter and the loss of every step. `model`
+    itself is left at its last weights.
 
-    drift_warmups: PACI. Stage s's microbatch k reads the version that was newest drift_warmups[s] microbatches ago in
-    its forward, and the newest in its backward.
+    drift_warmups: for PACI. On stage s, the forward of a microbatch reads the version that was newest drift_warmups[s]
+    microbatches ago, and its backward reads the newest.
 
-    dtype: what x is rounded to before anything is computed with it, while z stays as fine as the model's parameters.
-    gradient_dtype: that a step's gradients are added up in; None: that of x.
+    dtype: x is rounded to it before anything is computed; z keeps the dtype of the model's parameters.
+    gradient_dtype: dtype in which the gradients of a step are added; None: that of x.
     """
     m = num_microbatches
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""`slipstream bench`: the matrix from end to end. The rules stand in benchmarks/RULES.md."""
+"""`slipstream bench`: the matrix from end to end. The rules stand in docs/development/benchmark_rules.md."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ MAX_STAGES = 32
 
 @dataclass(frozen=True)
 class BenchArguments:
-    """Measures slipstream's schedules beside those of torch.distributed.pipelining, in one interleaved run, and writes
-    results.json, table.md and figure.png. About half an hour; nothing else should run on the machine meanwhile."""
+    """Compares slipstream's schedules with those of torch.distributed.pipelining, in one interleaved run. Writes
+    results.json, table.md and figure.png. It takes about half an hour. Nothing else should run on the machine."""
 
     only: Literal["emulated", "real"] | None = None
-    """emulated: stages that sleep, which show the schedule. real: a small decoder on two stages. Both if left out."""
+    """emulated: stages that sleep, which show the schedule. real: a small decoder on two stages. Both by default."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: a decoder on GPUs. By default one GPU is shared out among all stages, through CUDA's MPS."""
+    """cuda: a decoder on GPUs. By default all stages share one GPU through CUDA's MPS."""
     stages: tuple[int, ...] = ()
-    """Numbers of emulated stages; 2 4 8 if left out. cuda: one number; 4 if left out."""
+    """Numbers of emulated stages; 2 4 8 by default. cuda: one number; 4 by default."""
     rounds: int | None = None
-    """How often every rival runs; 3 if left out."""
+    """How often every schedule runs; 3 by default."""
     quick: bool = False
     """Two stages, as many microbatches, one round and no memory: to see that it works, in half a minute. cuda: as many
     microbatches as stages, and one round."""
     output: Path | None = None
-    """Folder to write; a new one below runs/ if left out."""
+    """The folder to write; by default a new one below runs/."""
     microbatches: tuple[int, ...] = ()
-    """cuda: numbers of microbatches to a step; 1, 2 and 4 times the stages if left out."""
+    """cuda: numbers of microbatches in a step; by default 1, 2 and 4 times the stages."""
     rivals: tuple[str, ...] = ()
-    """cuda: only rows of these names, or whose names contain one of these words, and the bare loop."""
+    """cuda: only rows with these names, or whose names contain one of these words, and the bare loop."""
     share: int | None = None
-    """cuda: percent of the GPU's multiprocessors for each stage; an even part if left out."""
+    """cuda: percent of the GPU's multiprocessors for each stage; by default an equal part."""
     clock: int | None = None
-    """cuda: MHz that the GPU's clock is locked at meanwhile, which takes root; it is left alone if left out."""
+    """cuda: lock the GPU's clock at this many MHz, which needs root. By default it is not locked."""
     slices: bool = True
-    """cuda: share one GPU among all stages. Without, every stage has a GPU."""
+    """cuda: all stages share one GPU. Otherwise every stage has a GPU."""
     dim: int = GpuSetting.dim
     """cuda: width of the decoder, a multiple of 128."""
     blocks: int = GpuSetting.blocks
@@ -64,11 +64,11 @@ class BenchArguments:
     sequence_length: int = GpuSetting.sequence_length
     """cuda: tokens of a sequence."""
     batch: int = GpuSetting.batch
-    """cuda: sequences to a microbatch."""
+    """cuda: sequences in a microbatch."""
     vocabulary: int = GpuSetting.vocabulary
     """cuda: entries of the vocabulary."""
     tied: bool = GpuSetting.tied
-    """cuda: embedding and head share a weight, in rows that can."""
+    """cuda: embedding and head share a weight, in rows that support it."""
 
 
 def main(arguments: list[str]) -> None:

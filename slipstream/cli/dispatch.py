@@ -2,7 +2,7 @@
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
-    slipstream reshape RUN SHAPE
+    slipstream reshape RUN LAYOUT
     slipstream schedule NAME --stages P --microbatches M
     slipstream plan [CONFIG.toml] --devices N --memory GIB
     slipstream profile [CONFIG.toml]

@@ -37,11 +37,11 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class InitArguments:
-    """Writes a configuration to begin with: ten fields that matter, and all others commented out, each with what it
-    means and what it is if nothing is said."""
+    """Writes a configuration file to start from. It has the ten most important fields, and all other fields commented
+    out, each with its meaning and default."""
 
     preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET]")] = "tiny"
-    """Of the model, such as tiny, 135m or moe-2b."""
+    """A preset of the model, such as tiny, 135m or moe-2b."""
     output: Path | None = None
     """The file to write; by default PRESET.toml in this folder."""
 
@@ -67,10 +67,10 @@ def explained(config: Config) -> str:
     sections = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
-        meanings = _meanings(type(values))
+        texts = field_texts(type(values))
         entries = [f"[{section.name}]"]
         for member in dataclasses.fields(values):
-            meaning = meanings[member.name].replace("None:", "Not set:")  # which is how TOML says it
+            meaning = texts[member.name].replace("None:", "Not set:")  # which is how TOML says it
             lines = [f"# {line}" for line in textwrap.wrap(meaning, WIDTH)]
             entries.append("\n".join([*lines, _line(f"{section.name}.{member.name}", getattr(values, member.name))]))
         sections.append("\n\n".join(entries))
@@ -84,7 +84,7 @@ def _line(path: str, value: Any) -> str:
     return f"{'' if path in CHOSEN else '# '}{name} = {literal(value)}"
 
 
-def _meanings(section: type) -> dict[str, str]:
+def field_texts(section: type) -> dict[str, str]:
     """The text below every field, from the source: Python keeps no docstrings of fields."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(definition, ast.ClassDef)

@@ -38,38 +38,40 @@ MAX_DEVICES, MAX_SEQUENCES = 100_000, 2**20
 class PlanArguments(Config):
     """Predicts step time and memory of every schedule for a model and a number of devices, and recommends one.
 
-    CONFIG.toml and --section.field are those of `slipstream train`. Of [pipeline] nothing is used but the batch:
-    stages, microbatches and cuts are what is looked for. The figures are for the dtypes of [train].
+    CONFIG.toml and --section.field are those of `slipstream train`. Of [pipeline] only the batch is used, because the
+    plan searches for stages, microbatches and cuts. The figures are for the dtypes of [train].
     """
 
     devices: int = 0
-    """How many there are."""
+    """Number of devices."""
     memory: float | None = None
-    """GiB of one device that a run may take; by default what its data sheet says, or a core's share of this machine."""
+    """GiB of one device that a run may use; by default the memory in its data sheet, or a core's share of this
+    machine."""
     device_kind: str | None = None
-    """h200, h100, a100, b200, l40s, rtx4090, or cpu: one core of this machine. By default what the profile was measured
-    on, or h200."""
+    """One of h200, h100, a100, b200, l40s, rtx4090 and cpu (one core of this machine). By default the device of the
+    profile, or h200."""
     latency_us: float = 0.0
     """Microseconds that a message between two stages takes, whatever its size."""
     bandwidth_gbps: float | None = None
-    """Gigabits per second of the link between two devices of a node, in one direction; by default NVLink's."""
+    """Gigabits per second between two devices of a node, in one direction; by default those of NVLink."""
     devices_per_node: int | None = None
-    """By default 8; of cpu, all."""
+    """Devices in a node. By default 8; for cpu, all."""
     node_bandwidth_gbps: float | None = None
-    """Gigabits per second of every device's link to other nodes, in one direction; by default 400."""
+    """Gigabits per second from every device to other nodes, in one direction; by default 400."""
     batch_tokens: int | None = None
-    """Tokens to a step, over all devices. By default the configuration's, or 8 sequences per device if that is more."""
+    """Tokens in a step, over all devices. By default those of the configuration, or 8 sequences per device if that is
+    more."""
     tokens: float | None = None
-    """To train on: how long do they take? By default 20 for every parameter that a token goes through."""
+    """Tokens to train on: the plan says how long they take. By default 20 for every parameter that a token uses."""
     efficiency: float | None = None
-    """The share of a device's peak, in the dtype of what is computed, that matrix products reach: for estimates, where
-    there is no profile. By default what was measured (docs/speed.md): 0.5, and 0.25 of blocks with experts."""
+    """The share of a device's peak FLOP/s that matrix products reach, for estimates without a profile. By default what
+    was measured (docs/guides/speed.md): 0.5, and 0.25 in blocks with experts."""
     profile: Path | None = None
-    """What `slipstream profile` wrote: measured costs instead of estimates."""
+    """A file of `slipstream profile`: measured costs instead of estimates."""
     json: Path | None = None
-    """Where to write everything, every stage's memory included."""
+    """Write everything to this file, including the memory of every stage."""
     figure: Path | None = None
-    """Where to draw the steps, and the memory of every stage: .png or .svg."""
+    """Draw the steps and the memory of every stage: .png or .svg."""
 
 
 def main(arguments: list[str]) -> None:

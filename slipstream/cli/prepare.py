@@ -17,7 +17,7 @@ from .parse import cannot_write, parse
 
 @dataclass(frozen=True)
 class PrepareArguments:
-    """Turns text into token shards, once, so that training maps them instead of tokenising.
+    """Turns text into token shards once. Training then maps the shards into memory and does not tokenise.
 
     Train on them with --data.sources PREFIX.train.*.bin --data.validation-sources PREFIX.validation.*.bin.
     """
@@ -29,11 +29,12 @@ class PrepareArguments:
     tokenizer: str = "bytes"
     """"bytes", or a tokenizer.json or its folder."""
     end_of_text: str | None = None
-    """The tokenizer's token that ends a document; found by its usual names if left out. "none": it has no end."""
+    """The token of the tokenizer that ends a document; by default it is found by its usual names. "none": documents
+    have no end token."""
     shard_tokens: int = 100_000_000
-    """Tokens in a shard, the last one aside."""
+    """Tokens in a shard, except the last one."""
     validation_fraction: float = 0.05
-    """The part held out: the end of the tokens."""
+    """The part that is held out: the end of the tokens."""
     text_field: str = "text"
     """The field of a JSONL object that holds its text."""
     overwrite: bool = False

@@ -21,17 +21,17 @@ from .config_arguments import check_folder, config_of, parse_with_config, progre
 
 @dataclass(frozen=True)
 class ProfileArguments(Config):
-    """Measures what every layer of a model costs on this device, for `slipstream plan --profile`.
+    """Measures the cost of every layer of a model on this device, for `slipstream plan --profile`.
 
-    CONFIG.toml and --section.field are those of `slipstream train`; --train.device, --train.microbatch-size, the model
-    and the optimizer are what matters.
+    CONFIG.toml and --section.field are those of `slipstream train`. Only --train.device, --train.microbatch-size, the
+    model and the optimizer matter.
     """
 
     output: Path = Path("profile.json")
-    """Where to write it."""
+    """The file to write."""
     share: int | None = None
-    """On CUDA: measure in a slice with this percentage of one GPU's multiprocessors, beside pipeline.stages - 1 others
-    that compute."""
+    """On CUDA: measure in a slice with this percentage of the multiprocessors of one GPU, while pipeline.stages - 1
+    others compute."""
 
 
 def main(arguments: list[str]) -> None:

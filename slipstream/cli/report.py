@@ -24,13 +24,13 @@ from .parse import find_run, parse
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Makes one page of HTML of a run, or of several side by side: curves, where the time went, a timeline, memory and
-    configuration. The page needs no network and no server. A run that is still going on can be looked at too."""
+    """Makes one HTML page of one run or of several runs: curves, where the time went, a timeline, memory and
+    configuration. The page needs no network and no server. It also works for a run that has not ended."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
-    """Folders that slipstream train has written, or names of such folders below runs."""
+    """Folders of runs, or names of runs below runs/."""
     output: Path | None = None
-    """The page to write; by default report.html in the run's folder, or for several runs in this one."""
+    """The page to write; by default report.html in the folder of the run, or in this folder for several runs."""
 
 
 def main(arguments: list[str]) -> None:

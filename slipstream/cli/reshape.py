@@ -20,14 +20,14 @@ from .parse import find_run, parse
 
 @dataclass(frozen=True)
 class ReshapeArguments:
-    """Tells a run to change its layout: 4 is four stages, 2x2 two stages in each of two replicas, 2/5,5 two stages of
-    five layers. It does so within a few steps, from memory to memory, and says how long it paused. A run needs as many
-    processes as its largest layout: start it with --pipeline.processes N."""
+    """Changes the layout of a running run. 4 is four stages, 2x2 is two stages in each of two replicas, 2/5,5 is two
+    stages of five layers. The run changes within a few steps, from memory to memory, and says how long it paused. It
+    needs as many processes as its largest layout: start it with --pipeline.processes N."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, such as runs/default, or its name below runs."""
+    """The folder of a run, such as runs/default, or its name below runs/."""
     layout: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LAYOUT")]
-    """STAGES, STAGESxREPLICAS, or either of them with /LAYERS,LAYERS,..."""
+    """STAGES or STAGESxREPLICAS, optionally followed by /LAYERS,LAYERS,..."""
 
 
 def main(arguments: list[str]) -> None:

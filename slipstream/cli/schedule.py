@@ -34,28 +34,28 @@ MAX_MICROBATCHES = 50_000
 
 @dataclass(frozen=True)
 class ScheduleArguments:
-    """Prints a schedule as a grid, proves what it promises, and draws it."""
+    """Prints a schedule as a grid, checks it, simulates it and draws it."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """two_bw, one_f_one_b, gpipe, pipedream or paci."""
+    """One of two_bw, one_f_one_b, gpipe, pipedream and paci."""
     stages: int = 4
-    """Components of the pipeline."""
+    """Stages of the pipeline."""
     microbatches: int = 4
-    """To a step."""
+    """Microbatches in a step."""
     steps: int = 3
     """Steps to print and draw."""
     depth: str = "minimum"
-    """two_bw: "double" keeps twice the forwards in flight and hides the latency of links."""
+    """two_bw: "double" keeps twice as many forwards in flight and hides the latency of links."""
     sync_start_steps: int = 0
-    """Steps played as one_f_one_b first."""
+    """Steps that first run as one_f_one_b."""
     forward: float = 1.0
     """Cost of a forward, in any unit of time."""
     backward: float = 2.0
     """Cost of a backward, in the same unit."""
     latency: float = 0.0
-    """Of a link between two stages, in the same unit."""
+    """Latency of a link between two stages, in the same unit."""
     output: tuple[Path, ...] = ()
-    """Where to draw, .svg or .png; by default NAME_pP_mM.svg and .png in this folder."""
+    """Files to draw, .svg or .png; by default NAME_pP_mM.svg and .png in this folder."""
 
 
 def main(arguments: list[str]) -> None:

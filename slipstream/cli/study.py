@@ -12,16 +12,16 @@ from .parse import parse
 
 @dataclass(frozen=True)
 class StudyArguments:
-    """Trains every cell of a grid, each in one process and delayed as a pipeline would delay it, and compares them:
-    optimizers x {sync, async, async with error feedback}. A finished cell is not run again. Without GRID.toml, the
-    built-in grid: AdamW and Muon on a CPU, in minutes."""
+    """Trains every cell of a grid and compares them: optimizers x {sync, async, async with error feedback}. Each cell
+    is one process that delays its updates as a pipeline would. A finished cell is not run again. Without GRID.toml it
+    runs the built-in grid: AdamW and Muon on a CPU, in minutes."""
 
     output: Path | None = None
-    """Where cells, table and figures go; by default runs/study-NAME, with the grid's name."""
+    """The folder for cells, table and figures; by default runs/study-NAME, with the name of the grid."""
     only: tuple[str, ...] = ()
-    """Run no other optimizers than these; the table still shows every cell that is done."""
+    """Run only these optimizers. The table still shows every finished cell."""
     jobs: int | None = None
-    """Cells at a time; by default one per core, or one on a GPU."""
+    """Cells that run at a time; by default one per core, or one on a GPU."""
 
 
 def main(arguments: list[str]) -> None:

@@ -16,16 +16,16 @@ from .parse import find_run, parse
 
 @dataclass(frozen=True)
 class TimelineArguments:
-    """Draws a window of what the stages of a run did, from its trace.json, as `slipstream schedule` draws a plan."""
+    """Draws what the stages of a run did in a window of time, from its trace.json."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, such as runs/default, or its name below runs."""
+    """The folder of a run, such as runs/default, or its name below runs/."""
     start: float | None = None
-    """Seconds from the beginning of the trace; left out: the last steps before the pipeline drains."""
+    """Seconds from the beginning of the trace; by default the last steps before the pipeline drains."""
     seconds: float | None = None
-    """How long a window; left out: two steps."""
+    """Length of the window; by default two steps."""
     output: Path = Path("timeline.svg")
-    """.svg or .png"""
+    """The file to draw, .svg or .png."""
 
 
 def main(arguments: list[str]) -> None:

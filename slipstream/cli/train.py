@@ -20,12 +20,12 @@ The ten that matter most:
   --data.sources FILE ...     text, JSON lines, or shards of slipstream prepare
   --data.tokenizer FILE       a tokenizer.json; bytes if left out
   --train.steps 5000          updates to make
-  --train.microbatch-size 4   sequences to a microbatch: what memory allows
+  --train.microbatch-size 4   sequences in a microbatch: as memory allows
   --pipeline.stages 4         processes, each with a part of the layers
-  --pipeline.microbatches 8   to a step: at least as many as stages
-  --optimizer.learning-rate X at its peak; by optimizer if left out
+  --pipeline.microbatches 8   in a step: at least as many as stages
+  --optimizer.learning-rate X peak rate; by default that of the optimizer
   --run.name first            leaves everything in runs/first
-  --checkpoint.resume         goes on with the run of that name
+  --checkpoint.resume         resumes the run of that name
 
 All of them:"""
 

@@ -23,7 +23,7 @@ from .layout import num_processes
 from .schema import Config, OptimizerSection
 
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.001} | {name: recipe.learning_rate for name, recipe in RECIPES.items()}
-"""The best of our own sweep (docs/results.md, Learning rates); a start for other models, and no more."""
+"""The best of our own sweep (docs/results/delay.md, Learning rates); a start for other models, and no more."""
 ADAMW_LEARNING_RATE = 0.003
 """Of what AdamW takes beside another."""
 

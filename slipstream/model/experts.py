@@ -8,7 +8,7 @@ No token is dropped and no expert has a capacity. The bias steers the choice and
 evenly loaded without a loss of its own (DeepSeek-V3, arXiv:2412.19437; Wang et al., arXiv:2408.15664). Here it is a
 parameter whose gradient is by how much each expert was overloaded, and whose optimizer takes the sign of that
 (`optim.balance_experts`). So it is accumulated over microbatches, delayed, versioned and stepped as any weight is, on
-a stage that never sees the loss, and whatever the loss is multiplied by. docs/moe.md says more.
+a stage that never sees the loss, and whatever the loss is multiplied by. docs/guides/experts.md says more.
 
 Every sum is made in a fixed order, also on a GPU: rows are only ever permuted, never scattered onto each other.
 """

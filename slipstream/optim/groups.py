@@ -35,22 +35,26 @@ def is_router_bias(name: str, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Group:
+    """Parameters that share an optimizer, clipping, weight decay and error feedback."""
+
     name: str
+    """Name of the group, in metrics and messages."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    """Any torch optimizer: `partial(torch.optim.SGD, lr=0.1)`. Its own weight decay would be extrapolated."""
+    """A function that makes a torch optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. Error feedback would
+    extrapolate its own weight decay."""
     match: Callable[[str, Tensor], bool] = everything
-    """Called with a parameter's name and the parameter; the first group that matches takes it."""
+    """Called with the name of a parameter and the parameter. The first group that matches takes it."""
     weight_decay: float = 0.0
-    """Decoupled; acts on the master weights and is never extrapolated by error feedback."""
+    """Decoupled; acts on the masters. Error feedback never extrapolates it."""
     error_feedback: float = 0.0
-    """Coefficient of the correction (lam of the paper); 0 is plain delay."""
+    """Coefficient of the correction (lam in the paper). 0 is plain delay."""
     clip_norm: float | None = None
-    """Gradients of this group are scaled down to this norm, taken over all stages. A norm shared with other
-    groups could push matrices under Newton-Schulz's epsilon and stall them."""
+    """The gradient of this group is scaled down to this norm, taken over all stages. A norm shared with other groups
+    could push matrices below Newton-Schulz's epsilon."""
     elementwise: bool = False
-    """The optimizer treats every number alone, so that parameters may be laid end to end in one tensor."""
+    """The optimizer treats every number alone, so parameters may be put end to end in one tensor."""
     stacks: bool = False
-    """The optimizer treats every matrix of a 3-D parameter alone, so that like ones may be laid together in one."""
+    """The optimizer treats every matrix of a 3-D parameter alone, so equal matrices may be put together in one."""
 
     def __post_init__(self) -> None:
         for field in ("weight_decay", "error_feedback"):
@@ -110,9 +114,9 @@ def muon_and_adamw(
     """The usual two groups: Muon for hidden matrices, AdamW for the rest.
 
     `muon_lr=0.02` is Muon's `lr`, `adamw_beta1=0.9` is AdamW's `beta1`, and so on for every field of
-    `Hyperparameters`; what is left out takes the constructor's default, but for `adamw_predictor`, which is
-    "last": beside Muon the other one was no better (docs/results.md). Weight decay, error feedback and clipping
-    are the same for both groups, though each is clipped on its own norm; `dataclasses.replace` makes them differ.
+    `Hyperparameters`. What is left out has the default of the constructor, except `adamw_predictor`, which is "last":
+    beside Muon the other one was no better (docs/results/delay.md). Weight decay, error feedback and clipping are the
+    same for both groups, and each group is clipped by its own norm. `dataclasses.replace` changes one of them.
     """
     unknown = sorted(hyperparameters.keys() - Hyperparameters.__annotations__.keys())
     if unknown:

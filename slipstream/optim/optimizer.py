@@ -84,11 +84,11 @@ class PredictingOptimizer(Optimizer):
 class Muon(PredictingOptimizer):
     """Orthogonalised momentum for hidden matrices, stacked by shape so that small ones share their kernels.
 
-    A 3-D parameter is a stack of matrices, each orthogonalised on its own. Embeddings, heads and vectors want
-    `AdamW`.
+    A 3-D parameter is a stack of matrices, each orthogonalised on its own. Use `AdamW` for embeddings,
+    heads and vectors.
 
-    lookahead: how far `nesterov` looks, in steps; the more, the more the newest gradient counts, up to 1 / (1 - beta),
-    where it is all that counts. Under delay, when that gradient is late itself, more than one may serve.
+    lookahead: how many steps `nesterov` looks ahead. With more steps the newest gradient counts more; at 1 / (1 - beta)
+    only the newest gradient counts. Under delay that gradient is itself late, so more than one step may help.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class Muon(PredictingOptimizer):
 class AdamW(PredictingOptimizer):
     """Adam with decoupled weight decay; `nesterov` looks one step ahead, which helps under delay.
 
-    predictor: what error feedback expects of the next update. "last": this one again, as the paper has it. "nesterov":
-    this one with Nesterov's term, whether or not the step itself has it. It goes the way the mean is turning, and loses
-    far less to delay (docs/results.md).
+    predictor: what error feedback expects of the next update. "last": this update again, as in the paper. "nesterov":
+    this update with Nesterov's term, whether or not the step itself has it. It turns with the mean and loses far less
+    to the delay (docs/results/delay.md).
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Recipe:
     path: str
     """Import path of the class."""
     learning_rate: float
-    """To begin with: the best of docs/results.md, Learning rates; of scion and nadamw as the comments say."""
+    """To begin with: the best of docs/results/delay.md, Learning rates; of scion and nadamw as the comments say."""
     arguments: Mapping[str, float]
     """Its hyper-parameters, and all that `optimizer.arguments` may change. What is whole here stays whole."""
     betas: tuple[str, ...] = ()

@@ -49,25 +49,26 @@ class StepReport:
     """What is known once a step's update has been made. The same on every stage that takes part in the reduction."""
 
     step: int
+    """Number of the step, from 0."""
     loss: float
-    """Of the batch, at the weights it ran with."""
+    """Loss of the batch, at the weights it ran with."""
     utilisations: tuple[float, ...]
     """Per stage: the share of the time since the pipeline filled that it spent computing; nan before that. Where no
     update waits for a sum over stages, this and `splits` are of a few steps earlier, and at first of one stage."""
     memory: tuple[int, ...]
-    """Per stage: the peak of what its device held until then, or its process, in bytes."""
+    """Per stage: the peak memory so far, of its device or of its process, in bytes."""
     splits: tuple[TimeSplit, ...]
     """Per stage: where the time between the ends of its last two batches went."""
     gradient_norms: dict[str, float]
-    """Per group, before clipping; of this stage alone where updates wait for no sum over stages."""
+    """Per parameter group, before clipping. Of this stage alone if updates do not wait for a sum over stages."""
     alignments: dict[str, Alignment]
-    """Per group, of the two updates before this one."""
+    """Per parameter group: how well the previous update was predicted."""
     skipped: bool
-    """An inf or a nan was seen, and the update left out."""
+    """The update was skipped because of an inf or nan."""
     save: bool
-    """Some process asked for a checkpoint after this update."""
+    """A process requested a checkpoint after this update."""
     busy: bool
-    """Some process was still writing one when the batch ended."""
+    """A process was still writing a checkpoint when the batch ended."""
     delay: int
     """Updates made on this stage between the forward of the batch's first microbatch and this update, less its own."""
 
@@ -77,7 +78,9 @@ class EvaluationReport:
     """The evaluation set's loss at the masters; known on the last stage."""
 
     step: int
+    """The step after which it was made, from 0."""
     loss: float | None
+    """The loss; None on all stages but the last."""
 
 
 @dataclass
@@ -93,10 +96,11 @@ class Evaluation:
     """Held-out data, evaluated every few steps and after the last one. The pipeline is not drained for it."""
 
     data: Callable[[int], tuple[Any, Any]]
-    """Index of a batch -> (inputs, targets)"""
+    """Index of a batch -> (inputs, targets)."""
     num_batches: int
+    """How many batches to evaluate."""
     every_steps: int = 0
-    """0: only after the last step."""
+    """Evaluate after this many steps. 0: only after the last step."""
     scale: float | None = None
     """Factor of every batch's loss in the sum. None: 1 / num_batches, which gives their mean."""
 

@@ -40,35 +40,34 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Pipeline:
     """One stage of a pipeline. Every stage makes it with the same arguments, then runs it.
 
-    transport          this stage's view of the others, from `launch`
-    layers             what is trained, as nn.Sequential would run it: each layer takes what the one before returned, a
-                       tensor or a tuple of tensors. The same Parameter in two layers is tied, across stages too.
+    transport          the connection to the other stages, from `launch`
+    layers             the model as nn.Sequential would run it: each layer takes what the one before returned, a tensor
+                       or a tuple of tensors. The same Parameter in two layers is tied, across stages too
     data               (step, microbatch) -> (inputs, targets); read on the first and on the last stage. Replicas take
-                       the microbatches of a step in turn: of R, r takes r, R + r, 2 R + r and so on
+                       the microbatches of a step in turn: of R replicas, r takes r, R + r, 2 R + r and so on
     loss               (outputs, targets) -> scalar
     optimizer          list of parameters -> any torch optimizer; or a list of Groups, each with its own
-    num_microbatches   to a step, of each replica; all of one shape
+    num_microbatches   in a step of each replica; all have the same shapes
     num_steps          updates to make
     schedule           two_bw, one_f_one_b, gpipe, pipedream or paci
     error_feedback     lam: how much of the one-step prediction to apply (with Groups: set it there)
-    clip_norm          exact, over all stages (with Groups: set it there)
-    learning_rate      multiplies the optimizer's rate, by the index of the update
-    loss_scale         by step, multiplies each microbatch's loss; None: the mean over microbatches
+    clip_norm          largest norm of the gradient, exact over all stages (with Groups: set it there)
+    learning_rate      index of the update -> factor of the optimizer's rate
+    loss_scale         step -> factor of each microbatch's loss; None: the mean over microbatches
     evaluation         held-out data, and when to evaluate
     layers_per_stage   None: as even as possible; `partition` balances layers of unequal cost
-    precision          dtypes to compute and add up in; None: the layers' own. With a coarser `compute`, masters in the
-                       layers' dtype are kept besides
+    precision          dtypes to compute and add in; None: the layers' own. With a coarser `compute`, masters are kept
+                       in the layers' dtype
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
-    recompute          names of layers (in a list: "0", "1", ...) that keep their input alone and are computed again in
+    recompute          names of layers (in a list: "0", "1", ...) that keep only their input and are computed again in
                        the backward
-    compile            run the layers through torch.compile, those of a kind through one graph; or the name of another
-                       backend than torch's own
+    compile            run the layers through torch.compile, with one graph for each kind of layer; or the name of a
+                       torch.compile backend
     prepare            called with this stage's layers before anything else, to initialise or move them
-    requests           asked at the end of every batch: what this process would like. A stop or pause that any of them
-                       asks for ends the run a few steps later, on all of them after the same update; a StepReport says
-                       when to save
-    start              a state to go on from, of this stage (see `state`); num_steps counts from the run's beginning
-    until              steps after which to leave off, with the pipeline drained, though num_steps be more
+    requests           called at the end of every batch: what this process requests. A requested stop or pause ends the
+                       run a few steps later, on all stages after the same update; a StepReport says when to save
+    start              a state of this stage to resume from (see `state`); num_steps counts from the start of the run
+    until              steps after which to stop, with the pipeline drained, even if num_steps is larger
     """
 
     def __init__(
@@ -207,8 +206,8 @@ class Pipeline:
         return self.executor.play(self.schedule.actions(self.transport.stage))
 
     def weights(self) -> dict[str, Tensor]:
-        """This stage's masters, and the buffers that its modules keep, by their names in the whole model: what to
-        compare and export. Where replicas share the optimizer, all of them have to ask."""
+        """This stage's masters, and the buffers that its modules keep, by their names in the whole model. Compare
+        and export these. If replicas share the optimizer, all of them must call it."""
         masters: Mapping[str, Tensor] = self.versions.masters
         if self._owners is not None:
             dtypes = self.versions.master_dtypes
@@ -266,8 +265,8 @@ class Pipeline:
         return self.tied[name].name if name in self.tied else name
 
     def state(self) -> StageState:
-        """What this stage keeps of the run, after the update just made: its tensors themselves, not copies of them.
-        Only between two actions: in the loop over `run`, after a StepReport."""
+        """What this stage keeps of the run after the latest update: the tensors themselves, not copies. Call it only
+        in the loop over `run`, after a StepReport."""
         is_first, tensors, names = self.transport.replica == 0, dict[str, Tensor](), self._spoken_for()
         optimizer: dict[str, Any] = {}
         for name, optimizer_of, master in self.updater.optimizer_states():
@@ -288,8 +287,8 @@ class Pipeline:
         return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
 
     def snapshot(self, into: Mapping[str, Tensor] | None = None) -> Callable[[], StageState]:
-        """Begins to copy the state to the host, beside whatever comes next. What is returned waits for the copies.
-        into: the tensors of an earlier snapshot that nobody needs any more, to be overwritten."""
+        """Starts to copy the state to the host in the background. The result waits for the copies. into: tensors of an
+        earlier snapshot that are no longer needed and may be overwritten."""
         state = self.state()
         copies = self.executor.copy(state.tensors, into or {})
         return lambda: replace(state, tensors=copies())

@@ -5,7 +5,7 @@ shared. A microbatch runs forward and backward in one replica, so no weight is c
 microbatch; and writing into a replica whose graph is still alive makes autograd raise instead of returning a wrong
 gradient.
 
-The masters (z in docs/method.md) are the weights the optimizer steps. By what schedule and precision need:
+The masters (z in docs/concepts/weights.md) are the weights the optimizer steps. By what schedule and precision need:
 
     one version            the masters are the replica's own parameters
     several, no prediction the masters move to the slot of the version being written: n copies in all

@@ -46,22 +46,26 @@ class EvaluationSteps(Collection[int]):
 
 @dataclass(frozen=True)
 class Schedule:
+    """The actions of every stage: in which order, for which microbatch, on which version of the weights."""
+
     name: str
+    """Name of the schedule."""
     num_stages: int
+    """Number of stages."""
     num_microbatches: int
-    """Microbatches to a step, on every stage."""
+    """Microbatches in a step, on every stage."""
     num_steps: int | None = None
-    """None: for ever."""
+    """Number of steps. None: forever."""
     depth: str = "minimum"
-    """two_bw: "double" keeps twice the warm-up forwards in flight, which hides link latency."""
+    """two_bw: "double" keeps twice as many warm-up forwards in flight, which hides the latency of links."""
     sync_start_steps: int = 0
-    """Steps played as one_f_one_b before the schedule begins."""
+    """Steps that run as one_f_one_b before the schedule begins."""
     first_step: int = 0
-    """Where to begin: with how many updates made before, by a run that is taken up again."""
+    """The first step to play; a resumed run has made this many updates before."""
     global_update: bool = True
-    """An update waits for a sum over all stages (clipping, tied weights, the verdict on inf and nan)."""
+    """An update waits for a sum over all stages (clipping, tied weights, inf and nan)."""
     evaluate_after: Collection[int] = field(default=())
-    """Steps after whose update the evaluation set passes through."""
+    """Steps after which the evaluation set passes through."""
     num_evaluations: int = 0
     """Microbatches of the evaluation set."""
 
@@ -96,15 +100,15 @@ class Schedule:
         return self.warmup(0) + 1 if self.traits.has_slack else 1
 
     def warmup(self, stage: int) -> int:
-        """two_bw: forwards in flight ahead of the first backward."""
+        """two_bw: forwards in flight before the first backward."""
         return (self.num_stages - 1 - stage) * (2 if self.depth == "double" else 1)
 
     def delay(self, stage: int) -> int:
-        """How many updates the weights a batch runs on lie behind those its gradient is applied to."""
+        """Updates between the weights a batch runs on and the weights its gradient is applied to."""
         return self.traits.delay(self.num_stages, stage)
 
     def num_versions(self, stage: int) -> int:
-        """How many weight versions the stage has to keep."""
+        """Weight versions that the stage keeps."""
         return self.delay(stage) + 1
 
     @property
@@ -114,11 +118,11 @@ class Schedule:
         return max(ahead, self.num_stages - 1) + 1
 
     def max_drift(self, stage: int) -> int:
-        """PACI: the most updates a microbatch may cross between its forward and its backward; elsewhere none."""
+        """PACI: the largest number of updates between the forward and the backward of a microbatch; 0 elsewhere."""
         return -(-(self.num_stages - 1 - stage) // self.num_microbatches) if self.traits.drifts else 0
 
     def horizon(self, stage: int, step: int) -> int:
-        """How many updates ahead of itself the version written by step's update will be used: 0 while synchronous."""
+        """How many updates later the version that this step writes will be used: 0 while synchronous."""
         return 0 if step < self.sync_start_steps else self.delay(stage)
 
     def actions(self, stage: int) -> Iterator[Action]:

@@ -71,9 +71,24 @@ def launch(
     share_gpu: bool = False,
     start_method: str | None = None,
 ) -> list[Result]:
-    """num_replicas: copies of the whole pipeline, each with its share of every batch. placement: of their ranks, see
-    `Mesh`. Everything else: see `launch_world`. Under torchrun this process is one stage of the world it is given, and
-    the list holds its result alone."""
+    """Calls `worker(transport)` once per stage and returns what the workers returned, by stage.
+
+    num_replicas       copies of the whole pipeline, each with its share of every batch
+    placement          which processes have consecutive ranks: the stages of a replica ("pipeline"), or the replicas of
+                       a stage ("replica")
+    threads            stages are threads of this process, not processes
+    device             "cpu" or "cuda"
+    timeout_seconds    how long a stage waits for another before it gives up
+    shared_memory      between processes of one machine, on CPUs; without it gloo, as between machines
+    backend            "auto": NCCL between GPUs, gloo between CPUs; "gloo": also between GPUs, through host memory
+    share_gpu          more processes than GPUs, over NCCL: for tests
+    start_method       of processes, as multiprocessing names them
+
+    Under torchrun this process is one stage of the existing group of processes, and the list holds only its result.
+
+    By default processes come from a clean process that has torch loaded. This needs a worker that can be pickled, such
+    as a function of a module. Any other worker is forked from here. That is safe only as long as nothing has been
+    computed here with more than one thread."""
     mesh = Mesh(num_stages, num_replicas, placement)
     if under_torchrun() and not threads and (size := int(os.environ["WORLD_SIZE"])) != mesh.size:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""

@@ -1,4 +1,4 @@
-"""docs/results.md says what the logged records say."""
+"""docs/results/delay.md says what the logged records say."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from page import with_table
 from slipstream.tools.study.grid import load_grid
 from slipstream.tools.study.record import read_records
 
-ROOT = Path(results.DOCS).parent
-PAGE = (Path(results.DOCS) / "results.md").read_text(encoding="utf-8")
+ROOT = results.ROOT
+PAGE = (Path(results.DOCS) / "delay.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_every_table_that_there_are_records_for_and_each_is_up_to_date() -> None:

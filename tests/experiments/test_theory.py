@@ -1,4 +1,4 @@
-"""The numbers of docs/theory.md: the stability table, its formulas, and delayed LMO descent on a small problem."""
+"""The numbers of docs/research/theory.md: the stability table, its formulas, delayed LMO descent on a small problem."""
 
 import math
 from pathlib import Path

@@ -350,7 +350,7 @@ def test_every_field_that_a_run_writes_is_documented(tiny):
     folder = Path(tiny.run.folder, tiny.run.name)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
-    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
     metrics_page, summary_page = page.partition("## summary.json")[::2]
     written = {name for row in rows for name in row} | set(rows[0]["stage_seconds"][0])
     assert [name for name in sorted(written) if f"`{name}`" not in metrics_page] == []

@@ -144,7 +144,7 @@ def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Optio
         feedback = "with error feedback" if search.config.optimizer.error_feedback else "without error feedback"
         sentences.append(
             f"Its delay costs about {more:.0%} more tokens to the same loss with {search.config.optimizer.name} "
-            f"{feedback} (docs/results.md; less in long runs of small steps), and that is counted here."
+            f"{feedback} (docs/results/delay.md; less in long runs of small steps), and that is counted here."
         )
     faster = [
         option
@@ -156,7 +156,7 @@ def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Optio
         sentences.append(
             f"{rival.schedule} is {rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster, but its delay "
             f"costs {price(search, rival) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
-            "(docs/results.md; less in long runs of small steps)."
+            "(docs/results/delay.md; less in long runs of small steps)."
         )
     fastest = max(
         (option for option in fitting.values() if option.schedule != FSDP), key=lambda option: option.tokens_per_second

@@ -31,7 +31,7 @@ from .predict import StageCosts
 GIB = 2**30
 
 DENSE_EFFICIENCY, EXPERT_EFFICIENCY = 0.5, 0.25
-"""Shares of the peak in bf16 that stages of 8b and of moe-10b reached on an H200 (docs/speed.md)."""
+"""Shares of the peak in bf16 that stages of 8b and of moe-10b reached on an H200 (docs/guides/speed.md)."""
 
 
 def find_device(name: str, in_bf16: bool = False) -> DeviceKind:

@@ -1,4 +1,4 @@
-"""What a delay costs in tokens: how many more it takes to the loss of a run without delay, as docs/results.md has it.
+"""What a delay costs in tokens: how many more a delayed run needs to reach the loss of a run without delay.
 
 Speed alone would recommend whatever never waits. A schedule is worth its tokens per second divided by this price.
 """
