@@ -52,6 +52,8 @@ COMMANDS = (
 def main() -> NoReturn:
     if not under_torchrun():  # whose stages are not ours to end
         _end_stages_on_signals()
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the user's own models and sinks are looked for in this folder too
     code = run(sys.argv[1:])
     if code != 0:
         sys.stdout.flush()

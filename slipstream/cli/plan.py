@@ -231,7 +231,7 @@ def _print(
     shared = ", its masters and state shared by replicas" if search.config.optimizer.sharded else ""
     nodes = f", {_gbps(cluster.node_bandwidth)} between nodes of {cluster.node_size}" * (not cluster.is_one_node)
     screen.print(
-        f"{search.config.model.preset}: {search.num_parameters:,} parameters in {model.num_layers + 2} layers, "
+        f"{_name(search.config)}: {search.num_parameters:,} parameters in {model.num_layers + 2} layers, "
         f"{search.memory_model.dtypes}, {search.config.optimizer.name}{shared}\n"
         f"{cluster.num_devices} x {device.name} with {cluster.memory / GIB:.4g} GiB, links of "
         f"{_gbps(cluster.bandwidth)} and {cluster.latency * 1e6:g} us{nodes}\n"
@@ -256,6 +256,10 @@ def _print(
         screen.print(budget_sentence(search, device, advice.choice, tokens))
     if advice.command:
         screen.print(f"\n  {advice.command}")
+
+
+def _name(config: Config) -> str:
+    return config.model.preset if config.model.name == "decoder" else config.model.name
 
 
 def _gbps(bytes_per_second: float) -> str:

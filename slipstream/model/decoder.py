@@ -14,7 +14,6 @@ Projections, rotary convention and norms are those of transformers' LlamaForCaus
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import OrderedDict
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from .experts import Mixture
 from .presets import ModelConfig, layer_names
+from .spec import generator
 
 IGNORE = -100
 """A target that counts for nothing: padding, or a position nobody is asked about."""
@@ -207,10 +207,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
         std = 0.02
         if name.endswith(WRITE_TO_THE_RESIDUAL_STREAM):
             std /= math.sqrt(2 * config.num_layers)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        # Always drawn on the CPU in float32, so that devices and dtypes start alike.
-        draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+        draw = torch.randn(parameter.shape, generator=generator(seed, name), dtype=torch.float32, device="cpu")
         parameter.copy_(draw.mul_(std))
     for module in model.modules():
         if isinstance(module, Attention):

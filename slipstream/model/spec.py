@@ -11,6 +11,7 @@ returned, the last returns what the loss takes.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
@@ -20,6 +21,13 @@ from torch import Tensor, nn
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs of the last layer, targets) -> the sum of the losses of all positions"""
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """Returns the random numbers of one parameter. They depend on the seed and the parameter's full name only, so every
+    cut of a model starts from the same weights. Draw on the CPU in float32, so that devices and dtypes start alike."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class ModelSpec(ABC):

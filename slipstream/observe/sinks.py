@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,24 +67,34 @@ class JsonLines:
 
 
 class Guarded:
-    """A sink whose mistakes do not end the run: after the first it is left out, and the run says so."""
+    """A sink whose errors do not end the run: after the first one it is closed, and the run continues without it."""
 
     def __init__(self, cls: type[Sink], folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._name, self._say = cls.__name__, say
         self._sink: Sink | None = None
-        self._try(lambda: setattr(self, "_sink", cls(folder, config)))
+        try:
+            self._sink = cls(folder, config)
+        except Exception as error:  # of a network, a full disk, or somebody else's code
+            self._give_up(error)
 
     def write(self, row: Row) -> None:
-        if (sink := self._sink) is not None:
-            self._try(lambda: sink.write(row))
+        try:
+            if self._sink is not None:
+                self._sink.write(row)
+        except Exception as error:
+            self._give_up(error)
 
     def close(self) -> None:
-        if (sink := self._sink) is not None:
-            self._try(sink.close)
-
-    def _try(self, action: Callable[[], object]) -> None:
+        sink, self._sink = self._sink, None
         try:
-            action()
-        except Exception as error:  # of a network, a full disk, or somebody else's code
-            self._sink = None
-            self._say(f"the sink {self._name} failed and is left out ({type(error).__name__}: {error})")
+            if sink is not None:
+                sink.close()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        sink, self._sink = self._sink, None
+        self._say(f"the sink {self._name} failed and is left out ({type(error).__name__}: {error})")
+        with suppress(Exception):
+            if sink is not None:
+                sink.close()

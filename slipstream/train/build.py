@@ -27,7 +27,7 @@ from ..pipeline.pipeline import plan_schedule
 from ..schedule import TRAITS
 from ..transport.environment import under_torchrun
 from .layer_profile import read_profile
-from .preflight import check_cuda, check_memory, check_num_processes, check_optimizers, check_torchrun
+from .preflight import check_cuda, check_memory, check_model, check_num_processes, check_optimizers, check_torchrun
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def build_components(config: Config) -> Components:
         corpus = _corpus(config.data)
         model = model_of(config, corpus.vocab_size)
         batches, validation = _batches(config, model, corpus)
+        check_model(config, model)
         check_memory(config, model)
         sink_classes(config.run.sinks)
         check_optimizers(config, groups, model)

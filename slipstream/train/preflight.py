@@ -68,6 +68,26 @@ def check_cuda(config: Config) -> None:
         )
 
 
+def check_model(config: Config, model: ModelSpec) -> None:
+    """Builds the layers once without weights: a model of the user's own may not be what it says."""
+    name = config.model.name
+    try:
+        with torch.device("meta"):
+            layers, _ = model.layers_and_loss(config.train.loss_chunk_tokens)
+        num_costs = len(model.layer_flops())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # it is the user's code, and may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model.name = {name!r} fails when its layers are built ({reason}): change it") from error
+    names = [child for child, _ in layers.named_children()]
+    if names != model.layer_names or num_costs != len(names):
+        raise ConfigError(
+            f"model.name = {name!r} builds {len(names)} layers with {num_costs} costs, and layer_names has "
+            f"{len(model.layer_names)}: make them agree"
+        )
+
+
 def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> None:
     """Makes every optimizer once, for toy parameters of as many dimensions as it will be given, and lets it step: what
     does not suit it is the user's to hear of before the run."""
