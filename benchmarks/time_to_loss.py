@@ -7,9 +7,9 @@ The rules:
 - Many small steps, because a delay is one of a step: it costs little where a step moves the weights little. On two
   cores P = 2 and m = 2; on a GPU P = 4 and m = 4, a model of 121M parameters, and token shards that `slipstream prepare
   --output PREFIX` wrote.
-- The rivals differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets more of
-  them (MORE_STEPS), because it may need more tokens to the same loss, and only time counts. Weights, data, rate and everything else
-  are the same; the rate is a round number near the synchronous run's best.
+- The rivals differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets more of them
+  (MORE_STEPS), because it may need more tokens to the same loss, and only time counts. Weights, data, rate and
+  everything else are the same; the rate is a round number near the synchronous run's best.
 - "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and torch's ZBVZeroBubble, the fastest of torch's in
   benchmarks/gpu_pipeline_h200_2026-11-17, runs beside it (benchmarks/torch_training.py).
 - On CPUs the rivals of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP), and
