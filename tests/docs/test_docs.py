@@ -46,8 +46,19 @@ def test_the_readme_is_short():
 
 def test_the_readme_lists_every_package():
     listed = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", README, re.MULTILINE)
-    found = [path.stem for path in Path(slipstream.__file__).parent.iterdir() if not path.name.startswith("_")]
+    package = Path(slipstream.__file__).parent
+    found = [path.stem for path in package.iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))]
+    found = [name for name in found if not name.startswith("_")]
     assert sorted(listed) == sorted(found)
+
+
+def test_the_architecture_page_names_every_module():
+    page = (ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE):
+        package = Path(slipstream.__file__).parent / row[0]
+        if row[0] not in ("tools", "cli") and package.is_dir():
+            named = set(re.findall(r"`(\w+)`", row[1])) & {path.stem for path in package.glob("*.py")}
+            assert named == {path.stem for path in package.glob("*.py")} - {"__init__"}, row[0]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start/model.md"])

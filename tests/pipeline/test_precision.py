@@ -53,11 +53,24 @@ def coarse(task: Task, dtype: torch.dtype) -> Task:
     return Task(task.model, data, lambda outputs, targets: task.loss(outputs.float(), targets))
 
 
-def some_model_is_within(tolerance: float, difference: Callable[[int], float]) -> bool:
-    """Rounding is a step: where a master lies just between two working copies, a last digit of its own, as sums in
-    another order make it, moves the copy by a whole one. One model of a hundred or so has such a master; a fault would
-    show in all. difference: between a pipeline and the oracle, of the model with a seed."""
-    return any(difference(seed) <= tolerance for seed in range(3))
+def steady_task(
+    make: Callable[[int], Task], oracle: Callable[[Task], dict[str, Tensor]]
+) -> tuple[Task, dict[str, Tensor]]:
+    """The first model that the oracle finds steady, and what the oracle makes of it.
+
+    Rounding is a step: where a master lies between two working copies, noise in its last digit, as sums in another
+    order make it, moves the copy by a whole one. One model of a hundred or so has such a master. Whether it has is
+    asked of the oracle alone: it must end in the same weights when its first ones are moved by such noise."""
+    for seed in range(5):
+        task, moved = make(seed), make(seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in moved.model.parameters():
+                parameter.mul_(1 + 1e-14 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        expected = oracle(task)
+        if largest_difference(oracle(moved), expected) < 1e-10:
+            return task, expected
+    raise AssertionError("five models in a row have a master between two working copies")
 
 
 @pytest.mark.parametrize(("stages", "schedule", "lam", "dtype", "gradient_dtype"), [
@@ -73,22 +86,20 @@ def test_coarse_working_copies_follow_the_oracle(dtype, stages, schedule, lam, g
     """float64 masters, so that what is left is the order of sums."""
     delays = {"two_bw": [1] * stages, "one_f_one_b": [0] * stages, "pipedream": list(range(stages))[::-1]}[schedule]
 
-    def difference(seed: int) -> float:
-        task = coarse(language_model(tied=False, seed=seed), dtype)
-        shared: dict[str, Any] = {
-            "num_microbatches": 3,
-            "num_steps": NUM_STEPS,
-            "layers_per_stage": even_cut(task, stages),
-            "dtype": dtype,
-            "gradient_dtype": gradient_dtype,
-        }
-        expected, losses = run_reference(task, groups(lam), delays=delays, **shared)
-        outcome = run_pipeline(task, stages, groups(lam), schedule=schedule, **shared)
-        assert all(weight.dtype == torch.float64 for weight in outcome.weights.values())
-        assert [report.loss for report in outcome.reports[-1]] == pytest.approx(losses, rel=1e-6)
-        return largest_difference(outcome.weights, expected)
-
-    assert some_model_is_within(1e-9, difference)
+    shared: dict[str, Any] = {
+        "num_microbatches": 3,
+        "num_steps": NUM_STEPS,
+        "layers_per_stage": even_cut(language_model(tied=False), stages),
+        "dtype": dtype,
+        "gradient_dtype": gradient_dtype,
+    }
+    task, expected = steady_task(
+        lambda seed: coarse(language_model(tied=False, seed=seed), dtype),
+        lambda task: run_reference(task, groups(lam), delays=delays, **shared)[0],
+    )
+    outcome = run_pipeline(task, stages, groups(lam), schedule=schedule, **shared)
+    assert all(weight.dtype == torch.float64 for weight in outcome.weights.values())
+    assert largest_difference(outcome.weights, expected) <= 1e-9
 
 
 def test_parts_of_a_group_are_stepped_as_the_whole_is(monkeypatch):
@@ -112,32 +123,36 @@ def test_replicas_with_coarse_working_copies_agree(tied, tolerance, threads, sha
     """To the bit, and whoever owns the optimizer. Of a tied weight the oracle adds up embedding and head of every
     microbatch in float32, the stages only those of the batch, in float64."""
 
-    def difference(seed: int) -> float:
-        task = coarse(language_model(tied=tied, seed=seed), torch.float32)
-        options: dict[str, Any] = {"num_microbatches": 4, "num_steps": NUM_STEPS, "layers_per_stage": even_cut(task, 2)}
-        expected, _ = run_reference(
-            task, groups(), delays=[1, 1], dtype=torch.float32, gradient_dtype=torch.float64, **options
-        )
-        first, second, *others = run_ranks(
-            task,
-            2,
-            groups(),
-            num_replicas=2,
-            threads=threads,
-            num_microbatches=2,
-            num_steps=NUM_STEPS,
-            dtype=torch.float32,
-            gradient_dtype=torch.float64,
-            reduction_dtype=torch.float64,
-            shard_optimizer=sharded,
-            evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 2, 5),
-        )
-        for ours, theirs in zip([first, second], others, strict=True):
-            assert all(torch.equal(theirs.weights[name], weight) for name, weight in ours.weights.items())
-            assert [report.loss for report in theirs.reports] == [report.loss for report in ours.reports]
-        return max(largest_difference(all_weights(replica), expected) for replica in ([first, second], others))
-
-    assert some_model_is_within(tolerance, difference)
+    options: dict[str, Any] = {
+        "num_microbatches": 4,
+        "num_steps": NUM_STEPS,
+        "layers_per_stage": even_cut(language_model(tied=tied), 2),
+        "dtype": torch.float32,
+        "gradient_dtype": torch.float64,
+    }
+    task, expected = steady_task(
+        lambda seed: coarse(language_model(tied=tied, seed=seed), torch.float32),
+        lambda task: run_reference(task, groups(), delays=[1, 1], **options)[0],
+    )
+    first, second, *others = run_ranks(
+        task,
+        2,
+        groups(),
+        num_replicas=2,
+        threads=threads,
+        num_microbatches=2,
+        num_steps=NUM_STEPS,
+        dtype=torch.float32,
+        gradient_dtype=torch.float64,
+        reduction_dtype=torch.float64,
+        shard_optimizer=sharded,
+        evaluation=Evaluation(lambda microbatch: task.data(10**6, microbatch), 2, 5),
+    )
+    for ours, theirs in zip([first, second], others, strict=True):
+        assert all(torch.equal(theirs.weights[name], weight) for name, weight in ours.weights.items())
+        assert [report.loss for report in theirs.reports] == [report.loss for report in ours.reports]
+    for replica in ([first, second], others):
+        assert largest_difference(all_weights(replica), expected) <= tolerance
 
 
 def test_an_evaluation_sees_the_masters_rounded():
