@@ -64,6 +64,8 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class PartFiles:
+    """The stamps of the two files of a part."""
+
     record: Stamp
     tensors: Stamp
 

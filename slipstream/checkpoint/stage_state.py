@@ -32,6 +32,8 @@ TENSOR = "tensor"
 
 @dataclass(frozen=True)
 class StageState:
+    """The state of one stage after a number of updates."""
+
     step: int
     """Number of updates made."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)

@@ -95,6 +95,8 @@ class Watcher(Protocol):
 
 
 class _Reading(NamedTuple):
+    """The totals of a clock at one moment."""
+
     num_actions: int
     seconds: tuple[float, ...]
     executor_cpu: float
@@ -104,6 +106,8 @@ class _Reading(NamedTuple):
 
 
 class Clock:
+    """Measures the time that a stage spends on each activity."""
+
     def __init__(self, device: torch.device, steady_from_step: int, num_microbatches: int) -> None:
         """Makes a clock. Its steady window opens with the first backward of `steady_from_step` or a later step, when
         the pipeline is filled. It closes with the latest forward, before the pipeline drains."""

@@ -90,6 +90,8 @@ class EvaluationReport:
 
 @dataclass
 class InFlight:
+    """A microbatch between its forward and its backward."""
+
     microbatch: int
     version: int
     inputs: Message
@@ -131,6 +133,8 @@ class Task:
 
 
 class Executor:
+    """Executes the actions of one stage."""
+
     def __init__(
         self,
         transport: Transport,

@@ -118,6 +118,8 @@ class Later:
 
 @dataclass(frozen=True)
 class Reducer:
+    """Sums the results of a finished batch over replicas and stages."""
+
     transport: Transport
     group_names: Sequence[str]
     group_of: Mapping[str, int]

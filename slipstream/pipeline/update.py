@@ -52,6 +52,8 @@ class Part:
 
 
 class Updater:
+    """Steps the masters of one stage and writes its working copies."""
+
     def __init__(
         self,
         versions: WeightVersions,

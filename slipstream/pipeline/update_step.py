@@ -38,6 +38,8 @@ class Place(Enum):
 
 
 class State(Enum):
+    """How far the update of a step is."""
+
     WAITING = auto()
     """The update has not been started, because the stage has not paused since the batch ended."""
     RUNNING = auto()

@@ -34,6 +34,8 @@ from torch.func import functional_call
 
 
 class WeightVersions:
+    """The weight versions and masters of one stage."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -223,6 +225,8 @@ class WeightVersions:
 
 
 class _WithWeights(nn.Module):
+    """A module that runs with other weights than its own."""
+
     def __init__(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._module, self._weights = module, dict(weights)

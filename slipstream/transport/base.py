@@ -38,6 +38,8 @@ class Exchange(ABC):
 
 
 class Transport(ABC):
+    """The connections of one stage to the other stages and to the other replicas."""
+
     stage: int
     num_stages: int
     replica: int = 0

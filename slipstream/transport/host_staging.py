@@ -26,6 +26,8 @@ class HostLink(Protocol):
 
 
 class StagedLink(Link):
+    """One end of a link between GPUs, whose messages go through host memory."""
+
     def __init__(self, link: HostLink, device: torch.device) -> None:
         """`link` connects the two hosts. `device` is the GPU of this end."""
         self._link, self._device = link, device

@@ -69,7 +69,8 @@ class Link(ABC):
 
 @dataclass(frozen=True)
 class Spec:
-    """The shape and dtype of every tensor of a message. It is sent before the first message of a kind."""
+    """The shape and dtype of every tensor of a message. It is sent before the first message of a kind, or over NCCL
+    before every message."""
 
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 

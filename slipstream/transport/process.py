@@ -46,6 +46,8 @@ class BrokenWork:
 
 
 class ProcessLink(Link):
+    """One end of a link between two processes, over torch.distributed."""
+
     def __init__(
         self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup, device: torch.device, pinned: bool
     ) -> None:
@@ -133,6 +135,8 @@ class ProcessLink(Link):
 
 
 class ProcessGathering(Gathering):
+    """A gather over gloo."""
+
     def __init__(
         self,
         transport: ProcessTransport,
@@ -168,6 +172,8 @@ class CircleGathering(Gathering):
 
 @dataclass(frozen=True)
 class AssemblyGathering(Gathering):
+    """A gather through an Assembly, between processes of one machine."""
+
     assembly: Assembly
     tensor: Tensor
     num_stages: int
@@ -177,6 +183,8 @@ class AssemblyGathering(Gathering):
 
 
 class ReplicaExchange(Exchange):
+    """A sum or broadcast of buckets between the replicas of a stage."""
+
     def __init__(
         self,
         transport: ProcessTransport,

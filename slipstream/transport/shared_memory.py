@@ -44,7 +44,8 @@ class _Wire:
     """One end of a socket connection."""
 
     def __init__(self, end: socket.socket, stage: int, peer: int | None, timeout_seconds: float) -> None:
-        """`peer` is the stage that error messages name when the connection is silent."""
+        """`peer` is the stage that error messages name when the connection is closed or silent. None means that they
+        name none."""
         self.socket = end
         self._stage, self._peer, self._timeout_seconds = stage, peer, timeout_seconds
         # The kernel checks the time-out: with a time-out set in Python, every receive would need a second system call.
@@ -222,7 +223,7 @@ class SharedMemoryLink(Link):
         self._wire.socket.close()
 
 
-# ---- from every stage to every stage
+# ---- gather over all stages
 
 
 class Assembly:
@@ -240,7 +241,8 @@ class Assembly:
         """`ends` on the first stage are its sockets to the other stages, in order. On the others it is one socket, to
         the first."""
         self._is_first = stage == 0
-        # The other stages only hear from the first one, whichever stage is late. So their error messages name no stage.
+        # The other stages receive only from the first one, whichever stage is late. So their error messages name no
+        # stage.
         peers = range(1, len(ends) + 1) if self._is_first else [None]
         self._wires = [_Wire(end, stage, peer, timeout_seconds) for end, peer in zip(ends, peers, strict=True)]
 
@@ -268,7 +270,7 @@ class Assembly:
             wire.socket.close()
 
 
-# ---- who shares a machine
+# ---- neighbours on the same machine
 
 Ends = tuple[socket.socket, socket.socket]
 """Two sockets of an edge: for forward messages and for backward messages."""

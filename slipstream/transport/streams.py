@@ -39,6 +39,8 @@ def borrow_stream(borrower: object, device: torch.device, priority: int = 0) -> 
 
 
 class Streams:
+    """The streams of one stage. On a CPU there are none, and the methods have no effect."""
+
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._compute = borrow_stream(self, device) if is_cuda else None

@@ -73,6 +73,8 @@ class ThreadMesh:
 
 
 class QueueLink(Link):
+    """One end of a link between two threads."""
+
     def __init__(self, world: ThreadMesh, stage: int, queue: deque[Handed]) -> None:
         self._world, self._stage, self._queue = world, stage, queue
 
@@ -93,6 +95,8 @@ class QueueLink(Link):
 
 
 class ThreadMeeting:
+    """One member's view of a meeting, in which every member contributes tensors and gets those of all."""
+
     def __init__(self, world: ThreadMesh, stage: int, meeting: Meeting) -> None:
         self._world, self._stage, self._meeting = world, stage, meeting
         self._parts = world.gathers[meeting]
@@ -107,6 +111,8 @@ class ThreadMeeting:
 
 
 class ThreadGathering(Gathering):
+    """A gather between threads."""
+
     def __init__(self, meeting: ThreadMeeting) -> None:
         self._meeting = meeting
 
@@ -115,6 +121,8 @@ class ThreadGathering(Gathering):
 
 
 class ThreadExchange(Exchange):
+    """A sum or broadcast between the replicas of a stage, in threads."""
+
     def __init__(
         self,
         meeting: ThreadMeeting,
@@ -134,6 +142,8 @@ class ThreadExchange(Exchange):
 
 
 class ThreadTransport(Transport):
+    """The transport of one stage that is a thread."""
+
     def __init__(self, world: ThreadMesh, stage: int, replica: int) -> None:
         self.stage, self.num_stages, self.timeout_seconds = stage, world.num_stages, world.timeout_seconds
         self.replica, self.num_replicas = replica, world.num_replicas

@@ -23,6 +23,8 @@ time and report what it waited for."""
 
 
 class Watchdog:
+    """A thread that ends the process when a block of code takes too long, or when another process has failed."""
+
     def __init__(self, name: Callable[[], str], failure: Callable[[], str | None], fail: Callable[[str], str]) -> None:
         """`name` returns the name of this process for messages. `failure` returns the first failure of any process, or
         None. `fail` records a failure and returns the first one."""

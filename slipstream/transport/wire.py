@@ -24,6 +24,8 @@ _HANDSHAKE_SECONDS = 5.0
 
 
 class Wire:
+    """One end of a connection that carries short messages, which are lists of numbers."""
+
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)  # a receive waits for any length of time
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -48,6 +48,8 @@ Destinations = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class MovedState:
+    """The result of an exchange for one member."""
+
     state: StageState
     """State that this member needs, collected from all members."""
     num_bytes: int
@@ -90,7 +92,7 @@ class World(ABC):
     def name(self) -> str:
         return f"process {self.rank}" if self.transport is None else f"stage {self.transport.stage}"
 
-    # ---- state
+    # ---- layouts
 
     def take_places(self, mesh: Mesh, order: Sequence[int] | None = None) -> Transport | None:
         """Leaves the previous layout and joins this one. Members without a place are idle. `order` lists the members by
@@ -115,7 +117,7 @@ class World(ABC):
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the next layout needs tensors of other sizes, and an idle process needs none
 
-    # ---- words
+    # ---- messages
 
     def as_first(self, key: str, value: str | None = None, waiting: Waiting | None = None) -> str:
         """Returns the value that the first member gives for this key. The values of the others are ignored."""
@@ -154,7 +156,7 @@ class World(ABC):
     def fail(self, message: str) -> str:
         """Records a failure for all members to see. Only the first failure is recorded. Returns the first failure."""
 
-    # ---- states
+    # ---- exchange of state
 
     def exchange(self, state: StageState | None, destinations: Destinations) -> MovedState:
         """Redistributes the states of the current stages to those of the next layout. All members call it. `state` is
@@ -236,6 +238,8 @@ def choose_members(places: Mapping[str, TensorLocation], destinations: Destinati
 
 
 class ProcessWorld(World):
+    """A world whose members are processes."""
+
     def __init__(
         self,
         store: dist.Store,
@@ -332,6 +336,8 @@ class ThreadWorldState:
 
 
 class ThreadWorld(World):
+    """A world whose members are threads of one process."""
+
     def __init__(self, state: ThreadWorldState, rank: int) -> None:
         super().__init__(state.store, rank, state.size, state.timeout_seconds, is_close=True)
         self._state, self._key = state, ""
