@@ -1,6 +1,6 @@
-"""Checkpoints on disk: parts that several processes write, committed at once, verified, and kept by rule.
+"""Checkpoints on disk. Several processes write the parts of a checkpoint, which is committed atomically and verified.
 
-Knows files and tensors, not pipelines: what is in a checkpoint and when it is taken is decided elsewhere.
+This package knows files and tensors, not pipelines. What is in a checkpoint and when it is made is decided elsewhere.
 """
 
 from .store import Checkpoint, CheckpointError, Part, Store

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and files that are read without trusting them."""
+"""Writes files atomically, and reads files without trusting them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIECE_BYTES = 4 << 20
-"""Hashed and written at a time: other threads get their turn in between."""
+"""Number of bytes that are hashed and written at a time. Other threads can run in between."""
 
 
 class CheckpointError(RuntimeError):
-    """One sentence: which file, what is wrong with it, and what to do where something can be done."""
+    """Raised when a checkpoint cannot be written or read. The message is one sentence: which file, what is wrong with
+    it, and what to do if something can be done."""
 
 
 class Stamp(NamedTuple):
-    """What a file's bytes are compared by."""
+    """The size and digest of a file, by which its bytes are compared."""
 
     size: int
     sha256: str
@@ -34,7 +35,8 @@ def reason(error: OSError) -> str:
 
 
 def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> Stamp:
-    """Written beside, synced, read back and compared with what was meant, then renamed."""
+    """Writes a file atomically: under a temporary name, synced, read back and compared, then renamed. Returns its
+    stamp."""
     temporary = path.with_name(path.name + ".tmp")
     digest, size = hashlib.sha256(), 0
     try:
@@ -65,21 +67,22 @@ def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> Stamp:
 
 
 def stamp(descriptor: int) -> Stamp:
-    """Of the whole file, wherever it was read to before."""
+    """Returns the stamp of the whole file, independent of the current position in it."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     with open(descriptor, "rb", buffering=0, closefd=False) as file:
         return Stamp(os.fstat(descriptor).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _drop_cached(descriptor: int) -> None:
-    """What is read next comes from the disk, where the system can be told so, and memory is left to training."""
+    """Drops the file from the page cache, where the system supports it. So the next read comes from the disk, and the
+    memory stays free for training."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in it last. Some file systems cannot, and say EINVAL."""
+    """Makes renames in a folder durable. Some file systems cannot do this and return EINVAL, which is ignored."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -92,9 +95,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def open_plain(folder: Path, name: str) -> Iterator[io.FileIO]:
-    """Of a file in the folder itself. Links could lead out of it, and a pipe would be waited for: both are refused.
+    """Opens a regular file that is directly in the folder. It refuses links, which could lead out of the folder, and
+    pipes, which could block.
 
-    An OSError inside the block is one of this file's, too.
+    An OSError inside the block is treated as an error of this file.
     """
     path = folder / name
     try:
@@ -116,7 +120,7 @@ def open_plain(folder: Path, name: str) -> Iterator[io.FileIO]:
 
 
 def read_into(file: io.FileIO, start: int, buffer: memoryview, path: Path) -> None:
-    """Fills the buffer from there on."""
+    """Fills the buffer with the bytes of the file from `start` on."""
     file.seek(start)
     while buffer:
         num_read = file.readinto(buffer)
@@ -126,8 +130,8 @@ def read_into(file: io.FileIO, start: int, buffer: memoryview, path: Path) -> No
 
 
 def discard(folder: Path) -> None:
-    """Renamed first, so that half of it is never taken for the whole. Trouble is no reason to stop: it is in nobody's
-    way under its new name, and `Store.clean` tries again."""
+    """Deletes a folder. It is renamed first, so that a half-deleted folder is never mistaken for a complete one. Errors
+    are ignored: under its new name the folder does no harm, and `Store.clean` tries again."""
     doomed = folder.with_name(f"{folder.name.partition('.')[0]}.{secrets.token_hex(4)}.deleted")
     with suppress(OSError):
         os.rename(folder, doomed)

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint's JSON files, and how it is read when anything may stand there."""
+"""The contents of the JSON files of a checkpoint, which are read without trusting them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 def check_part_name(name: str, where: str) -> None:
-    """A plain file name, and not the manifest's."""
+    """Raises CheckpointError unless the name is a plain file name and not that of the manifest."""
     if not PART_NAME.fullmatch(name) or name.lower() == "manifest":
         raise CheckpointError(
             f"{where} has a part named {name[:200]!r}: use letters, digits, dots and dashes, and not 'manifest'"
@@ -29,7 +29,7 @@ def check_part_name(name: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """NAME.json: written when NAME.safetensors is on disk."""
+    """The contents of NAME.json, which is written after NAME.safetensors is on disk."""
 
     step: int
     num_parts: int
@@ -64,13 +64,16 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class PartFiles:
+    """The stamps of the two files of a part."""
+
     record: Stamp
     tensors: Stamp
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json: written when all parts are there, so that none can be lost or exchanged unnoticed."""
+    """The contents of manifest.json. It is written when all parts are there, so that no part can be lost or exchanged
+    unnoticed."""
 
     step: int
     parts: Mapping[str, PartFiles]
@@ -107,7 +110,8 @@ def read_json(folder: Path, name: str) -> tuple[bytes, Stamp]:
 
 
 def parse(text: bytes, where: str) -> Any:
-    """JSON as the standard has it: UTF-8, no key twice, no NaN, and nested no deeper than anyone would."""
+    """Parses strict JSON: UTF-8, no duplicate keys, no NaN or Infinity, and nested no deeper than Python's recursion
+    limit."""
     try:
         return json.loads(text.decode(), object_pairs_hook=_no_key_twice, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -126,7 +130,7 @@ def _refuse(constant: str) -> None:
 
 
 def fields(value: object, kinds: Mapping[str, type], where: str) -> dict[str, Any]:
-    """Exactly these, and of exactly these types: True is no 1 here."""
+    """Returns `value` if it is a JSON object with exactly the given keys and types. True does not count as an int."""
     if type(value) is not dict:
         raise CheckpointError(f"{where} is no JSON object where there should be one")
     if "format" in kinds and type(value.get("format")) is int and value["format"] != FORMAT:

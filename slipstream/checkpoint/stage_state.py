@@ -1,16 +1,17 @@
-"""What a stage has to remember to go on later, by names that do not depend on how the model was cut.
+"""The state that a stage saves to resume later. Its names do not depend on how the model is split into stages.
 
-After update c a stage has made c updates. Whatever it has begun of later batches is computed again, so all that counts
-is what those batches will read:
+After update c a stage has made c updates. If it has already begun later batches, they are computed again. So the state
+only needs to hold what those batches will read:
 
-    master/NAME          the weights that the optimizer steps
-    working/LAG/NAME     the weight version LAG before the newest, where the masters do not tell it
-    optimizer/NAME/KEY   the optimizer's state of a parameter
-    sample/NAME          of mixed precision: what the next update is compared with
-    products/STAGE       of the two latest updates, which the next report tells
+    master/NAME              the weights that the optimizer steps
+    working/LAG/NAME         the weight version LAG updates before the newest, where the masters do not determine it
+    optimizer/NAME/KEY       the optimizer state of a parameter
+    sample/NAME              in mixed precision: the sample of an update with which the next one is compared
+    buffer/NAME              a buffer of a module
+    products/STAGE.REPLICA   inner products of the two latest updates, for the next report
 
-A weight that several stages hold goes by its name on the first of them. Where replicas share the optimizer, each
-remembers what it owns; of everything else the first replica does.
+A weight that several stages hold is saved under its name on the first of them. If replicas share the optimizer, each
+saves what it owns. The first replica saves everything else.
 """
 
 from __future__ import annotations
@@ -24,28 +25,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 FACTS = ("optimizer", "groups", "coefficients")
-"""What a state says beside its tensors."""
+"""Kinds of data that a state holds in addition to its tensors."""
 TENSOR = "tensor"
-"""In the facts of an optimizer's state: a tensor stands here, and goes by this name."""
+"""Key that marks a tensor in the facts of an optimizer state. Its value is the name of the tensor."""
 
 
 @dataclass(frozen=True)
 class StageState:
+    """The state of one stage after a number of updates."""
+
     step: int
-    """Updates made."""
+    """Number of updates made."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What is no tensor, in JSON: {"optimizer": {NAME: ...}, "groups": {GROUP: ...}, "coefficients": {GROUP: ...}}"""
+    """Other data, in JSON: {"optimizer": {NAME: ...}, "groups": {GROUP: ...}, "coefficients": {GROUP: ...}}"""
     is_given_away: bool = False
-    """Nobody else will read or write the tensors: whoever goes on from it may keep them, instead of copies."""
+    """Whether nothing else will read or write the tensors. If so, the pipeline that resumes from the state may keep
+    them instead of copying them."""
 
 
 class StateError(ValueError):
-    """A state that does not fit; the message lists what is missing, superfluous or of another shape."""
+    """Raised for a state that does not fit. The message lists what is missing, superfluous or of another shape."""
 
 
 def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The value in JSON, its tensors aside, under their own names."""
+    """Returns the value in JSON. Its tensors are added to `tensors`, and the JSON refers to them by name."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {TENSOR: name}
@@ -59,7 +63,7 @@ def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a flattened value stands for a tensor."""
+    """Tells whether a flattened value is a reference to a tensor."""
     return isinstance(value, dict) and set(value) == {TENSOR}
 
 
@@ -74,7 +78,7 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensor_names(value: Any) -> Iterable[str]:
-    """Of the tensors that a flattened value needs."""
+    """Yields the names of the tensors that a flattened value refers to."""
     if isinstance(value, dict):
         if is_tensor(value):
             yield value[TENSOR]
@@ -87,7 +91,8 @@ def tensor_names(value: Any) -> Iterable[str]:
 
 
 def group_facts(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer keeps in its groups: some count their steps there. Rates are the run's own."""
+    """Returns the data that an optimizer keeps in its parameter groups: some count their steps there. Learning rates
+    are excluded, because the run sets them."""
     return [
         {
             key: value
@@ -99,26 +104,28 @@ def group_facts(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_groups(optimizer: Optimizer, facts: list[dict[str, Any]]) -> None:
-    """Counters only: hyper-parameters are those of the configuration, which may have changed."""
+    """Restores only the step counters. Hyper-parameters come from the configuration, which may have changed."""
     for group, kept in zip(optimizer.param_groups, facts, strict=True):
         if "step" in kept:
             group["step"] = kept["step"]
 
 
 def restore_parameter(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any], keeps: bool) -> None:
-    """keeps: the tensors of the state, where they are of the device, and not copies of them."""
+    """Restores the optimizer state of one parameter. With `keeps`, tensors that are on the right device already are
+    used without a copy."""
     optimizer.state[parameter] = {key: _restored(value, parameter.device, keeps) for key, value in state.items()}
 
 
 def _restored(value: Any, device: torch.device, keeps: bool) -> Any:
-    """A step that is counted in a tensor stays on the host, where optimizers want it."""
+    """Moves tensors to the device. A scalar tensor, such as a step counter, stays where it is: optimizers expect it on
+    the host."""
     if isinstance(value, Tensor):
         return value.detach().to(device if value.ndim else None, copy=not keeps)
     return [_restored(item, device, keeps) for item in value] if isinstance(value, list) else value
 
 
 def merge_facts(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of several stages' states, what one of them all together says."""
+    """Merges the facts of the states of several stages."""
     merged: dict[str, dict[str, Any]] = {kind: {} for kind in FACTS}
     for part in parts:
         for kind, values in merged.items():
@@ -127,7 +134,8 @@ def merge_facts(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def check_names(found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    """Nothing is initialised in silence, and nothing left out."""
+    """Raises StateError unless names and shapes are as expected, so that nothing is silently initialised or left
+    out."""
     faults = [f"{name} is missing" for name in expected if name not in found]
     faults += [f"{name} is not in the model" for name in found if name not in expected]
     faults += [

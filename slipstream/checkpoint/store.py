@@ -1,13 +1,13 @@
-"""A folder of checkpoints, each made of parts that several processes write without a word to one another.
+"""A folder of checkpoints. Several processes write the parts of each, without communicating with one another.
 
-FOLDER/step-00000200.ATTEMPT.partial/     parts arrive: NAME.safetensors, then NAME.json once that is on disk
-FOLDER/step-00000200.ATTEMPT.committing/  all have: the one process that could rename the folder adds manifest.json
+FOLDER/step-00000200.ATTEMPT.partial/     parts arrive: NAME.safetensors, then NAME.json when that is on disk
+FOLDER/step-00000200.ATTEMPT.committing/  all parts are there: the process that renamed the folder adds manifest.json
 FOLDER/step-00000200/                     committed
-FOLDER/step-00000200.TOKEN.replaced/      committed earlier, while a newer one of the same step takes its place
+FOLDER/step-00000200.TOKEN.replaced/      committed earlier, while a newer checkpoint of the same step replaces it
 FOLDER/step-00000200.TOKEN.deleted/       being deleted
 
-Each arrow from one line to the next is one rename, so a process may be killed anywhere: a reader finds the checkpoint
-before or the one after, never a mix. Nothing is ever unpickled, and nothing that is read is trusted.
+Each transition between these states is one rename, so a process may be killed at any time: a reader finds the old
+checkpoint or the new one, never a mixture. Nothing is ever unpickled, and nothing that is read is trusted.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_STEP = 10**18 - 1
 TENSORS, RECORD = ".safetensors", ".json"
 RECORD_BYTES = 4096
-"""Of NAME.json and the like, beside which facts hardly count."""
+"""Estimated size of NAME.json in bytes. Facts are small compared with tensors."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process writes of a checkpoint."""
+    """The part of a checkpoint that one process writes."""
 
     name: str
-    """A file name: "stage-0", "stage-0.replica-1"."""
+    """File name without suffix, such as "stage-0" or "stage-0.replica-1"."""
     tensors: Mapping[str, Tensor]
-    """On the CPU, contiguous, and left alone until they are written. Names are free."""
+    """Tensors by name. They must be contiguous, on the CPU, and unchanged until they are written. Names are
+    arbitrary."""
     facts: Mapping[str, Any]
-    """JSON: they come back with lists for tuples and strings for all keys; nan and inf are refused."""
+    """Data in JSON. When it is read, tuples have become lists and all keys strings. nan and inf are refused."""
 
 
 class Checkpoint:
-    """One that is committed, and was intact when it was opened."""
+    """A committed checkpoint that was intact when it was opened."""
 
     def __init__(
         self, step: int, folder: Path, facts: dict[str, dict[str, Any]], files: Mapping[str, TensorFile]
     ) -> None:
         self.step = step
         self.facts = facts
-        """By part."""
+        """Facts of every part, by its name."""
         self._folder = folder
         self._files = files
 
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Of the tensors of all parts."""
+        """Returns the dtype and shape of the tensors of all parts, by name."""
         files = self._files
         return {
             name: (files[part].entries[name].dtype, files[part].entries[name].shape)
@@ -72,7 +73,7 @@ class Checkpoint:
         }
 
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Opens only the files that it needs, and verifies nothing again."""
+        """Reads tensors. It opens only the files that it needs, and does not verify their digests again."""
         parts_by_name = self._parts_by_name()
         wanted: dict[str, list[str]] = {}
         names = list(dict.fromkeys(names))
@@ -98,7 +99,7 @@ class Checkpoint:
 
 
 class _Found(NamedTuple):
-    """A folder in the store's, by its name."""
+    """A folder in the store's folder, with the fields of its name."""
 
     step: int
     attempt: str | None
@@ -107,13 +108,14 @@ class _Found(NamedTuple):
 
 
 class Store:
-    """Where checkpoints are written to and read from.
+    """Writes and reads the checkpoints of a run.
 
-    folder       of all checkpoints of a run
-    keep_last    checkpoints stay,
-    keep_every   and so do those whose step it divides (0: no others)
-    attempt      the same for all processes of a launch, and another for every launch: parts of two launches never make
-                 one checkpoint. By default there is a single process, or the store is made before the others are forked
+    folder       the folder of all checkpoints of a run
+    keep_last    number of newest checkpoints to keep
+    keep_every   keep also checkpoints whose step is divisible by this; 0 means no others
+    attempt      a name that is the same for all processes of a launch and different for every launch, so that parts of
+                 two launches never form one checkpoint. None means a random name: it is for a single process, or for a
+                 store that is made before the other processes are forked
     """
 
     def __init__(self, folder: Path, keep_last: int = 2, keep_every: int = 0, attempt: str | None = None) -> None:
@@ -128,10 +130,10 @@ class Store:
     # ---- writing
 
     def write(self, step: int, part: Part, num_parts: int) -> bool:
-        """Writes a part, and if it is the last of num_parts, commits the checkpoint and removes those no longer to be
-        kept. Any process may be last, and is told so by True; each writes its steps in order.
+        """Writes a part. If it is the last of `num_parts`, commits the checkpoint, deletes checkpoints that need not be
+        kept, and returns True. Any process may be the last one. Each process must write its steps in order.
 
-        On failure, a CheckpointError, nothing of this step stays: without this part the others' are of no use.
+        If it fails with a CheckpointError, nothing of this step remains: without this part, the others are useless.
         """
         if not 0 <= step <= MAX_STEP or num_parts < 1:
             raise ValueError(f"step is {step} and num_parts {num_parts}: use at least 0 and 1")
@@ -160,8 +162,9 @@ class Store:
         return committing is not None
 
     def _claim(self, step: int, num_parts: int) -> Path | None:
-        """If all parts are there. Of several processes that find them all, one gets to rename the folder; for the
-        others it is gone, and the checkpoint in good hands."""
+        """Claims the commit if all parts are there. If several processes find all parts, only one succeeds in renaming
+        the folder and returns its new path. The others find it gone and return None, because the first one will commit
+        the checkpoint."""
         partial, committing = (self._path(step, self._attempt, state) for state in ("partial", "committing"))
         try:
             if len(_part_names(partial)) < num_parts:
@@ -203,7 +206,8 @@ class Store:
         return PartFiles(record_stamp, record.tensors)
 
     def _swap_in(self, step: int, committing: Path) -> None:
-        """No two folders can trade places at once: in between, readers find the old one beside its place."""
+        """Moves the checkpoint to its final name. Two folders cannot be exchanged atomically. In between, readers find
+        the old checkpoint under the name that ends in ".replaced"."""
         committed = self._path(step)
         replaced = self._path(step, secrets.token_hex(4), "replaced")
         with suppress(FileNotFoundError):
@@ -218,22 +222,25 @@ class Store:
         discard(replaced)
 
     def _prune(self, step: int) -> None:
-        """Later ones are left: they are of a run that was gone back on, and will be replaced one by one."""
+        """Deletes checkpoints that need not be kept. Checkpoints of later steps stay: they are from a run that has been
+        resumed from an earlier step, and will be replaced one by one."""
         steps = [earlier for earlier in self.steps() if earlier <= step]
         for earlier in steps[: -self._keep_last]:
             if not self._keep_every or earlier % self._keep_every:
                 discard(self._path(earlier))
 
     def _discard_hopeless(self, step: int, name: str) -> None:
-        """Earlier checkpoints of this launch that lack this part, which failed or was left out, and is past: they would
-        never be complete, and on a full disk they would keep it full."""
+        """Deletes unfinished earlier checkpoints of this launch that lack this part, because it failed or was skipped.
+        This process will not write it any more. So they would never be complete, and on a full disk they would keep it
+        full."""
         for found in self._list():
             past = found.state == "partial" and found.attempt == self._attempt and found.step < step
             if past and not (found.path / (name + RECORD)).exists():
                 discard(found.path)
 
     def clean(self) -> None:
-        """Puts away what crashes have left. One process calls it, once, before any of the launch writes."""
+        """Removes or repairs what crashes have left behind. One process calls it, once, before any process of the
+        launch writes."""
         for found in self._list():
             if found.state == "replaced" and not self._path(found.step).exists():
                 with suppress(OSError):
@@ -251,7 +258,8 @@ class Store:
         return len(header) + sum(tensor.nbytes for tensor in part.tensors.values()) + RECORD_BYTES
 
     def check_space(self, part: Part) -> None:
-        """Before anything is written. Other processes may take the same space: then the write itself fails."""
+        """Raises CheckpointError if there is not enough space for a part. It is called before anything is written.
+        Other processes may use up the same space. Then the write itself fails."""
         needed = self.needed_bytes(part)
         place = self.folder.absolute()
         while not place.exists():
@@ -269,12 +277,12 @@ class Store:
     # ---- reading
 
     def steps(self) -> list[int]:
-        """Of the committed ones, in order."""
+        """Returns the steps of the committed checkpoints, in order."""
         return sorted({found.step for found in self._list() if found.state in (None, "replaced")})
 
     def newest(self, on_damage: Callable[[str], None]) -> Checkpoint | None:
-        """The newest that is complete and intact. Of one that is not, on_damage gets one sentence (which file, what is
-        wrong), and the one before it is tried."""
+        """Returns the newest checkpoint that is complete and intact. For each one that is not, it calls `on_damage`
+        with one sentence (which file, what is wrong) and tries the previous one."""
         for step in reversed(self.steps()):
             try:
                 return self.open(step)
@@ -283,8 +291,8 @@ class Store:
         return None
 
     def open(self, step: int, verify: bool = True) -> Checkpoint:
-        """CheckpointError if it is damaged or missing. verify = False: another process has just compared all bytes with
-        their digests, and this one does without."""
+        """Opens a checkpoint. Raises CheckpointError if it is damaged or missing. With `verify=False`, it does not
+        compare the tensor files with their digests, because another process has just done so."""
         folder = self._committed(step)
         text, _ = read_json(folder, MANIFEST)
         manifest = Manifest.decode(text, folder / MANIFEST)

@@ -1,7 +1,8 @@
-"""Tensors in the safetensors format (8 bytes of length, a JSON header, the bytes of all tensors), streamed.
+"""Streams tensors in the safetensors format: 8 bytes of length, a JSON header, then the bytes of all tensors.
 
-The safetensors package would need all bytes at once to hash them, and hands out tensors that stay mapped to the file:
-were it cut short later, the process would be killed. Files made here open with the package, and its files open here.
+The safetensors package would need all bytes at once to hash them. It also returns tensors that stay mapped to the file:
+if the file were truncated later, the process would be killed. Files written here can be read by the package, and its
+files can be read here.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors package's own limit."""
+"""Maximum size of a header, the same as in the safetensors package."""
 LENGTH_BYTES = 8
 NOT_TENSORS = "__metadata__"
 
 
 class Entry(NamedTuple):
-    """A tensor in a file; start and end count from the end of the header."""
+    """A tensor in a file. `start` and `end` count from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def encode(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """What the file begins with, and the order in which the tensors follow."""
+    """Returns the length and header with which the file begins, and the order in which the tensors follow."""
     for name, tensor in tensors.items():
         if name == NOT_TENSORS:
             raise CheckpointError(f"{name!r} cannot be a tensor's name: safetensors has another use for it")
@@ -64,7 +65,8 @@ def encode(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
                 f"tensor {name!r} is of {tensor.dtype} on {tensor.device}, and not contiguous real numbers on the CPU: "
                 "copy it there first"
             )
-    # The widest first: behind a header of whole multiples of 8 bytes, every tensor is aligned.
+    # Elements of the largest size come first. The header is padded to a multiple of 8 bytes, so every tensor is
+    # aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, object] = {NOT_TENSORS: {"format": "pt"}}
     start = 0
@@ -83,7 +85,7 @@ def encode(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
 
 
 def stream(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """The whole file, with no copy of any tensor."""
+    """Yields the bytes of the whole file, without copying any tensor."""
     header, order = encode(tensors)
     yield header
     for name in order:
@@ -96,7 +98,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """One whose header has been read and found to fit its size."""
+    """A file whose header has been read and matches its size."""
 
     path: Path
     size: int
@@ -113,7 +115,7 @@ class TensorFile:
             except RuntimeError as error:
                 raise CheckpointError(f"{self.path} has a tensor {name[:200]!r} that memory has no room for") from error
             read_into(file, self.data_start + entry.start, _bytes_of(flat), self.path)
-            # Any other byte in a bool is undefined behaviour for whoever computes with it.
+            # In a bool, any byte other than 0 and 1 is undefined behaviour for code that computes with it.
             if entry.dtype == torch.bool and flat.numel() and int(flat.max()) > 1:
                 raise CheckpointError(f"{self.path} has a tensor {name[:200]!r} of bool that is neither true nor false")
             yield name, flat.view(entry.dtype).reshape(entry.shape)
@@ -136,7 +138,7 @@ def read_header(file: io.FileIO, path: Path) -> TensorFile:
         raise CheckpointError(f"{where} is no JSON object")
     header.pop(NOT_TENSORS, None)
     entries = {name: _entry(value, f"tensor {name[:200]!r} in {where}") for name, value in header.items()}
-    # Every byte belongs to one tensor: nothing overlaps, nothing is hidden, nothing lies outside.
+    # Every byte must belong to exactly one tensor: no overlaps, no gaps, and nothing outside the file.
     reached = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != reached:
@@ -156,7 +158,7 @@ def _entry(value: object, where: str) -> Entry:
         raise CheckpointError(f"{where} has dtype {found['dtype'][:200]!r}, which is none of {', '.join(DTYPES)}")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in [*shape, *offsets]) or len(offsets) != 2:
         raise CheckpointError(f"{where} has a shape or offsets that are no whole numbers from 0 on")
-    # An empty tensor may have absurd dimensions, too, and torch multiplies all of them for its strides.
+    # An empty tensor may have very large dimensions too, and torch multiplies all of them to compute its strides.
     num_elements, widest = 1, 1
     for dim in shape:
         num_elements, widest = num_elements * dim, widest * max(dim, 1)

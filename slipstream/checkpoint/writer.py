@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on."""
+"""Writes checkpoints in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .store import CheckpointError, Part, Store
 
 @dataclass(frozen=True)
 class Written:
-    """A part that is on disk."""
+    """A part that has been written to disk."""
 
     step: int
     seconds: float
@@ -20,16 +20,17 @@ class Written:
 
 
 class Writer:
-    """Writes in the background; at most one checkpoint at a time.
+    """Writes checkpoints in a background thread, at most one at a time.
 
-    No trouble with a disk reaches training: it is said, in one sentence, and the step has no checkpoint.
+    Problems with a disk do not reach training: the writer reports them in one sentence, and the step has no checkpoint.
     """
 
     def __init__(self, store: Store, num_parts: int, say: Callable[[str], None]) -> None:
         self.last_written: Written | None = None
-        """By this process; committed, with the parts of all others, is `last_committed`."""
+        """Latest part that this process has written. `last_committed` is the latest checkpoint that is committed with
+        the parts of all processes."""
         self.num_left_out = 0
-        """Because the one before was still being written."""
+        """Number of checkpoints that were skipped because the previous one was still being written."""
         self._store, self._num_parts, self._say = store, num_parts, say
         self._thread: threading.Thread | None = None
         self._step = 0
@@ -41,7 +42,8 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def leave_out(self, step: int) -> None:
-        """Because this process, or one of the others, is still writing the one before."""
+        """Skips a checkpoint, because this process or another one is still writing the previous one. Reports only the
+        first time."""
         self.num_left_out += 1
         if self.num_left_out > 1:
             return
@@ -52,15 +54,16 @@ class Writer:
         )
 
     def submit(self, step: int, make: Callable[[], Part]) -> bool:
-        """make is called in the thread (it waits for a device copy, say). False: the one before is still being written,
-        and this one is left out."""
+        """Starts to write a checkpoint. The background thread calls `make` for the part, because that may, for example,
+        wait for a copy from a device. Returns False, and skips this checkpoint, if the previous one is still being
+        written."""
         if self._closed:
             raise RuntimeError("this writer is closed: make another")
         if self.is_busy:
             self.leave_out(step)
             return False
         self._step, self._began = step, time.perf_counter()
-        # A daemon: a process that fails must not wait for a copy from a device that is gone.
+        # The thread is a daemon: a process that fails must not wait for a copy from a device that is gone.
         self._thread = threading.Thread(target=self._write, args=(step, make), name="checkpoint", daemon=True)
         self._thread.start()
         return True
@@ -76,12 +79,13 @@ class Writer:
                 self._say(f"saved step {step} in {time.perf_counter() - self._began:.1f} s")
         except CheckpointError as error:
             self._say(f"step {step} has no checkpoint: {error}")
-        except Exception as error:  # of make's: nobody else would hear of it
+        except Exception as error:  # an error of `make`, which would otherwise go unnoticed
             self._say(f"step {step} has no checkpoint: {type(error).__name__}: {' '.join(str(error).split())}")
 
     @property
     def last_committed(self) -> int | None:
-        """The newest step that is committed, up to that of `last_written`; None where the folder cannot be read."""
+        """The newest committed step, up to that of `last_written`. None means that there is none or that the folder
+        cannot be read."""
         written = self.last_written
         try:
             return max((step for step in self._store.steps() if written and step <= written.step), default=None)
@@ -89,7 +93,7 @@ class Writer:
             return None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until what was submitted is on disk, or has failed; at most so many seconds."""
+        """Waits until the submitted checkpoint is on disk or has failed, for at most `timeout` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)
 

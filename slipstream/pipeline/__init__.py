@@ -1,4 +1,4 @@
-"""The engine: plays one stage's part of a schedule, with its weight versions and updates."""
+"""The engine: executes one stage's part of a schedule, with its weight versions and updates."""
 
 from .executor import Evaluation, EvaluationReport, StepReport
 from .partition import PartitionError, partition

@@ -1,9 +1,9 @@
-"""Where a stage's time goes: computing, waiting, or neither.
+"""Measures how a stage spends its time: computing, waiting, or neither.
 
-A stage is always at exactly one activity, and `enter` says when the next one begins, so the seconds of all activities
-add up to the wall time. On the CPU the host's clock is right. On CUDA the host runs ahead of the device, so the time is
-taken between events on the stream, read once they have passed: nothing is synchronised, and a wait is what the device
-waited, not the host.
+A stage always has exactly one activity, and `enter` marks the beginning of the next one. So the seconds of all
+activities add up to the wall time. On the CPU the host's clock is right. On CUDA the host runs ahead of the device, so
+the time is measured between events on the stream, which are read after they have passed. Nothing is synchronised, and a
+wait is the time that the device waited, not the host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from ..schedule import Action
 
 TRACE_LENGTH = 16384
-"""Spans: some four thousand actions, and what was waited for and read before each."""
+"""Number of spans to keep: about four thousand actions, with the waits and reads before each."""
 Mark = float | torch.cuda.Event
 
 
 class Activity(IntEnum):
-    """The order is that of TimeSplit's fields."""
+    """What a stage is doing. The order is that of the fields of TimeSplit."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -42,21 +42,21 @@ class Activity(IntEnum):
 
 
 class TimeSplit(NamedTuple):
-    """Seconds of a stage by what it was at."""
+    """Seconds that a stage spent on each activity."""
 
     forward: float = 0.0
     backward: float = 0.0
     update: float = 0.0
-    """In the foreground: what is done beside other actions takes none of the stage's own time."""
+    """Seconds of updates in the foreground. Background updates run in parallel with other actions and do not count."""
     evaluation: float = 0.0
     wait_activations: float = 0.0
     wait_gradients: float = 0.0
     wait_sums: float = 0.0
-    """For the sums over stages that an update needs, and for an update that is made in the background."""
+    """Seconds of waiting for the sums over stages that an update needs, and for updates that run in the background."""
     data: float = 0.0
-    """To read a microbatch."""
+    """Seconds of reading microbatches."""
     other: float = 0.0
-    """The executor itself, sending included."""
+    """Seconds of the executor itself, including sends."""
 
     @property
     def total(self) -> float:
@@ -64,7 +64,7 @@ class TimeSplit(NamedTuple):
 
     @property
     def utilisation(self) -> float:
-        """The share spent computing; nan if there is no time to share."""
+        """The share of the time spent computing. nan if the total is zero."""
         compute = self.forward + self.backward + self.update + self.evaluation
         return compute / self.total if self.total > 0 else math.nan
 
@@ -73,27 +73,30 @@ class TimeSplit(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a stage was at, in seconds since the clock was made. A tuple, because every action leaves a few of them."""
+    """One activity of a stage, in seconds since the clock was made. It is a tuple, because every action adds several
+    spans."""
 
     action: Action
-    """That was played, or waited for."""
+    """Action that was executed or waited for."""
     activity: Activity
     start: float
     end: float
     in_background: bool = False
-    """Beside other spans of the stage."""
+    """Whether it ran in parallel with other spans of the stage."""
 
 
 class Watcher(Protocol):
-    """Is told what the stage is at, as the host sees it."""
+    """An observer that is notified of the activity of the stage, as the host sees it."""
 
     def at(self, activity: Activity, action: Action | None) -> None: ...
 
     def beside(self, is_updating: bool) -> None:
-        """An update in the background begins or ends."""
+        """Is called when an update in the background begins or ends."""
 
 
 class _Reading(NamedTuple):
+    """The totals of a clock at one moment."""
+
     num_actions: int
     seconds: tuple[float, ...]
     executor_cpu: float
@@ -103,15 +106,17 @@ class _Reading(NamedTuple):
 
 
 class Clock:
+    """Measures the time that a stage spends on each activity."""
+
     def __init__(self, device: torch.device, steady_from_step: int, num_microbatches: int) -> None:
-        """The steady window opens with the first backward of `steady_from_step` or later, when the pipeline is filled,
-        and closes with the latest forward, before it drains."""
+        """Makes a clock. Its steady window opens with the first backward of `steady_from_step` or a later step, when
+        the pipeline is filled. It closes with the latest forward, before the pipeline drains."""
         self._cuda = device.type == "cuda"
         self._steady_from = steady_from_step * num_microbatches
         self.spans: deque[Span] = deque(maxlen=TRACE_LENGTH)
-        """Of what had an action, in the order it ended."""
+        """Spans of activities that belong to an action, in the order in which they ended."""
         self.num_background_updates, self.background_seconds = 0, 0.0
-        """Updates that ran beside other actions."""
+        """Number and total seconds of updates that ran in the background."""
         self._num_actions = 0
         self._seconds = [0.0] * len(Activity)
         self._activity, self._since = Activity.OTHER, 0.0
@@ -125,10 +130,10 @@ class Clock:
         self.watcher: Watcher | None = None
         self._origin = self.mark()
         self.started_at = time.time()
-        """On the calendar's clock, which stages on one machine share."""
+        """Wall-clock time at which the clock was made, which is common to the stages on one machine."""
 
     def mark(self) -> Mark:
-        """Now, as the device sees it."""
+        """Returns the current time, as the device sees it."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -136,7 +141,7 @@ class Clock:
         return event
 
     def enter(self, activity: Activity, action: Action | None = None) -> None:
-        """From now on the stage is at `activity`, for that action."""
+        """Starts an activity, for an action if one is given. The previous activity ends."""
         now = self.mark()
         if self.watcher is not None:
             self.watcher.at(activity, action)
@@ -152,13 +157,13 @@ class Clock:
             self._collect(wait=False)
 
     def mark_background(self, is_updating: bool) -> Mark:
-        """Where an update beside other actions begins or ends."""
+        """Marks the beginning or end of an update in the background."""
         if self.watcher is not None:
             self.watcher.beside(is_updating)
         return self.mark()
 
     def add_background(self, action: Action, start: Mark, end: Mark) -> None:
-        """An update that was made beside other actions."""
+        """Adds an update that was made in the background."""
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             self._in_background.append((action, start, end))
         elif isinstance(start, float) and isinstance(end, float) and isinstance(self._origin, float):
@@ -198,7 +203,8 @@ class Clock:
 
     @property
     def latest(self) -> list[Span]:
-        """The spans, and as the last one what the stage is at now; on CUDA, as far as it is known yet."""
+        """The spans, followed by that of the current activity if it has an action. On CUDA, only what the host knows
+        already."""
         spans = list(self.spans)
         if self._action is not None:
             now = self.mark()
@@ -207,32 +213,33 @@ class Clock:
         return spans
 
     def split(self) -> TimeSplit:
-        """Of the steady window; all zero before there is one."""
+        """Returns the times of the steady window. All are zero before it opens."""
         if self._steady is None or self._latest is None:
             return TimeSplit()
         return self._latest.since(self._steady)
 
     @property
     def num_actions(self) -> int:
-        """Played in the steady window; updates in the background are not among them."""
+        """Number of actions executed in the steady window, without updates in the background."""
         return self._latest.num_actions - self._steady.num_actions if self._latest and self._steady else 0
 
     @property
     def executor_seconds_per_action(self) -> tuple[float, float]:
-        """Of the steady window, by the wall's clock and by the thread's own, which stands still while the core is
-        another's, such as an update's in the background. nan before there is a window, and the latter on CUDA."""
+        """Seconds of the executor per action of the steady window, as wall time and as CPU time of the thread. The CPU
+        time does not advance while another thread, such as a background update, has the core. Both are nan before there
+        is a window. The CPU time is nan on CUDA."""
         if not self.num_actions or self._steady is None or self._latest is None:
             return math.nan, math.nan
         cpu = math.nan if self._cuda else self._latest.executor_cpu - self._steady.executor_cpu
         return self.split().other / self.num_actions, cpu / self.num_actions
 
     def split_since_last(self) -> TimeSplit:
-        """Since this was asked before; on CUDA, as far as it is known yet."""
+        """Returns the times since the previous call. On CUDA, only what the host knows already."""
         last, self._reported = self._reported, self._read()
         return self._reported.since(last)
 
     def finish(self) -> None:
-        """Waits for what is still running on the device, at the end of a run."""
+        """Waits for the work that is still running on the device, at the end of a run."""
         self.enter(Activity.OTHER)
         if self._cuda:
             self._collect(wait=True)

@@ -1,13 +1,13 @@
-"""A stage's layers through torch.compile: one graph for all layers of a kind, in every weight version.
+"""Compiles a stage's layers with torch.compile: one graph for all layers of a kind, in every weight version.
 
     Compiled(OrderedDict(layers), recomputed={"block0"})
 
-What is compiled is a function of a layer and its input, and the layer's weights are inputs of the graph. So blocks that
-are alike share a graph, and so do a stage's weight versions, which are replicas of its layers: a stage compiles as much
-with forty blocks as with one. Gradients arrive where they do without it, in the parameters' .grad.
+The compiled function takes a layer and its input, and the layer's weights are inputs of the graph. So blocks of the
+same structure share a graph. The weight versions of a stage, which are replicas of its layers, share it too. A stage
+with forty blocks compiles as much as a stage with one. Gradients are in the parameters' .grad, as without compilation.
 
-The compiler decides what a backward reads: weights, or what the forward made of them. Both are of one version, as long
-as nobody overwrites a version in flight; should it happen, autograd raises for the weights that it kept.
+The compiler decides what a backward reads: weights, or values that the forward computed from them. Both belong to one
+version, as long as no version in flight is overwritten. If that happens, autograd raises for the weights that it saved.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from torch import nn
 from .recompute import Call, Recomputing, call_plainly
 
 Backend = str | Callable[..., Any]
-"""Of torch.compile: a name, or a function from a graph and its example inputs to what runs it."""
+"""Backend of torch.compile: a name, or a function from a graph and its example inputs to a callable that runs it."""
 
 COMPILER = threading.RLock()
-"""Held by whoever may be compiling: tracing patches what all threads of a process see (pytorch/pytorch#118260), and the
-first backward of a graph compiles too. So stages that are threads forward and backward one at a time. On a GPU, where
-they share one device and one interpreter, little is lost; on CPUs, use processes."""
+"""Lock held by every thread that may compile. Tracing patches global state that all threads of a process see
+(pytorch/pytorch#118260), and the first backward of a graph compiles too. So stages that are threads run their forwards
+and backwards one at a time. On a GPU, where they share one device and one interpreter, little is lost. On CPUs, use
+processes."""
 
 
 class Compiled(Recomputing):
-    """An nn.Sequential, whose children are compiled. Those named in `recomputed` are computed again in the backward, by
+    """An nn.Sequential whose children are compiled. Those named in `recomputed` are computed again in the backward, by
     the same graph."""
 
     def __init__(
@@ -54,14 +55,16 @@ class Compiled(Recomputing):
 
 def _call_of(layer: nn.Module, backend: Backend) -> Call:
     if type(layer).__module__.startswith("torch.nn.") and next(layer.children(), None) is None:
-        return call_plainly  # one kernel, with nothing to fuse
+        return call_plainly  # a single layer of torch is one kernel, with nothing to fuse
     return _compiled(tuple((name, type(module)) for name, module in layer.named_modules()), backend)
 
 
 @cache
 def _compiled(kind: tuple[tuple[str, type], ...], backend: Backend) -> Call:
-    """For all layers that are put together alike, whichever stage, version or pipeline of this process they are of."""
-    # torch keeps graphs by code object, only so many to each, and tries the latest first. So every kind has its own.
+    """Returns the compiled function for all layers of the same structure. It is shared by all stages, versions and
+    pipelines of this process."""
+    # torch caches graphs by code object, limits their number per code object, and tries the latest first. So every kind
+    # of layer has a code object of its own.
     name = f"call_{kind[0][1].__name__}"
     code = call_plainly.__code__.replace(co_name=name, co_qualname=name)
     call: Call = torch.compile(FunctionType(code, globals(), name), backend=backend, dynamic=False)

@@ -1,7 +1,7 @@
-"""Plays one stage's actions: for each action, its handler.
+"""Executes the actions of one stage, each with its handler.
 
-The executor knows little of schedules but the actions it is handed, in order. It looks a few actions ahead only to
-announce the messages they will need, so that those arrive while it computes.
+The executor knows little of the schedule except the actions that it receives, in order. It looks a few actions ahead
+only to announce the messages that they will need, so that the messages arrive while it computes.
 """
 
 from __future__ import annotations
@@ -33,58 +33,65 @@ from .weight_versions import WeightVersions
 from .zero1 import gather_masters
 
 LOOKAHEAD = 6
-"""Actions. Two slots and a half: enough for both directions, and no more buffers than that."""
+"""Number of actions to look ahead: two and a half slots. That is enough for both directions, and needs no more buffers
+than necessary."""
 
 Result = TypeVar("Result")
 
 Data = Callable[[int, int], tuple[Any, Any]]
-"""(step, microbatch within it) -> (inputs, targets)"""
+"""Function from a step and a microbatch within it to (inputs, targets)."""
 
 Loss = Callable[[Any, Any], Tensor]
-"""(outputs of the last layer, targets) -> scalar"""
+"""Function from the outputs of the last layer and the targets to a scalar."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is known once a step's update has been made. The same on every stage that takes part in the reduction."""
+    """The results of a step, reported after its update. They are the same on every stage that takes part in the
+    reduction."""
 
     step: int
-    """Number of the step, from 0."""
+    """Index of the step, from 0."""
     loss: float
     """Loss of the batch, at the weights it ran with."""
     utilisations: tuple[float, ...]
-    """Per stage: the share of the time since the pipeline filled that it spent computing; nan before that. Where no
-    update waits for a sum over stages, this and `splits` are of a few steps earlier, and at first of one stage."""
+    """Share of the time since the pipeline filled that each stage spent computing. nan before that. If updates do not
+    wait for a sum over stages, this and `splits` are those of a few steps earlier, and in the first steps only those of
+    this stage."""
     memory: tuple[int, ...]
-    """Per stage: the peak memory so far, of its device or of its process, in bytes."""
+    """Peak memory of each stage so far, of its device or of its process, in bytes."""
     splits: tuple[TimeSplit, ...]
-    """Per stage: where the time between the ends of its last two batches went."""
+    """Times of each stage between the ends of its last two batches."""
     gradient_norms: dict[str, float]
-    """Per parameter group, before clipping. Of this stage alone if updates do not wait for a sum over stages."""
+    """Gradient norm of each parameter group, before clipping. It is that of this stage alone if updates do not wait for
+    a sum over stages."""
     alignments: dict[str, Alignment]
-    """Per parameter group: how well the previous update was predicted."""
+    """Quality of the prediction of the previous update, for each parameter group."""
     skipped: bool
-    """The update was skipped because of an inf or nan."""
+    """Whether the update was skipped because of an inf or nan."""
     save: bool
-    """A process requested a checkpoint after this update."""
+    """Whether a process requested a checkpoint after this update."""
     busy: bool
-    """A process was still writing a checkpoint when the batch ended."""
+    """Whether a process was still writing a checkpoint when the batch ended."""
     delay: int
-    """Updates made on this stage between the forward of the batch's first microbatch and this update, less its own."""
+    """Number of updates between the weights that the batch's first forward used and the weights to which this update is
+    applied, on this stage."""
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The evaluation set's loss at the masters; known on the last stage."""
+    """The loss of the evaluation set at the master weights. It is known on the last stage."""
 
     step: int
-    """The step after which it was made, from 0."""
+    """Index of the step after which it was evaluated, from 0."""
     loss: float | None
-    """The loss; None on all stages but the last."""
+    """Loss of the evaluation set. None on all stages but the last."""
 
 
 @dataclass
 class InFlight:
+    """A microbatch between its forward and its backward."""
+
     microbatch: int
     version: int
     inputs: Message
@@ -93,16 +100,17 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out data, evaluated every few steps and after the last one. The pipeline is not drained for it."""
+    """The held-out data, which is evaluated every few steps and after the last one. The pipeline is not drained for
+    it."""
 
     data: Callable[[int], tuple[Any, Any]]
-    """Index of a batch -> (inputs, targets)."""
+    """Function from the index of a batch to (inputs, targets)."""
     num_batches: int
-    """How many batches to evaluate."""
+    """Number of batches to evaluate."""
     every_steps: int = 0
-    """Evaluate after this many steps. 0: only after the last step."""
+    """Number of steps between two evaluations. 0 means only after the last step."""
     scale: float | None = None
-    """Factor of every batch's loss in the sum. None: 1 / num_batches, which gives their mean."""
+    """Factor of every batch's loss in the sum. None means 1 / num_batches, which gives their mean."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * (1 / max(1, self.num_batches) if self.scale is None else self.scale)
@@ -110,20 +118,23 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, apart from how: the same on every stage."""
+    """The data, loss and evaluation of a run, which are the same on every stage."""
 
     data: Data
     loss: Loss
     loss_scale: Callable[[int], float]
-    """By step: what a microbatch's loss is multiplied by, so that a step's losses add up to the batch's loss."""
+    """Function from a step to the factor of a microbatch's loss, such that the scaled losses add up to the batch's
+    loss."""
     evaluation: Evaluation | None = None
     requests: Callable[[], Requests] = Requests
-    """Asked at the end of every batch: what this process would like to be done."""
+    """Function that is called at the end of every batch and returns the requests of this process."""
     skip_non_finite: bool = False
-    """Leave an update out when inf or nan shows up, instead of raising."""
+    """Whether to skip an update when an inf or nan occurs, instead of raising."""
 
 
 class Executor:
+    """Executes the actions of one stage."""
+
     def __init__(
         self,
         transport: Transport,
@@ -139,8 +150,8 @@ class Executor:
         backward_lock: AbstractContextManager[Any] | None = None,
         until: int | None = None,
     ) -> None:
-        """owners: of every parameter, the replica that steps it; None: all do. reduction_dtype: see Reducer. until:
-        see Pipeline."""
+        """`owners` maps every parameter to the replica that steps it. None means that all replicas do. For
+        `reduction_dtype` see Reducer, for `until` see Pipeline."""
         self._backward_lock = backward_lock or nullcontext()
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
@@ -169,9 +180,9 @@ class Executor:
             task.skip_non_finite,
         )
         self._update_step: UpdateStep | None = None
-        """Of the batch that has ended and whose update is not due yet."""
+        """Update of the batch that has ended and whose update is not due yet."""
         self._summed = tuple(tied) if transport.num_replicas == 1 else None
-        """Parameters whose gradients are summed with others'; None: all of them."""
+        """Parameters whose gradients are summed with those of other stages or replicas. None means all of them."""
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
@@ -179,13 +190,13 @@ class Executor:
         self._last_evaluated = schedule.first_step - 2
         assert schedule.num_steps is not None, "a run has an end"
         self.end = schedule.num_steps if until is None else until
-        """Steps after which the run is over, or leaves off; less than planned, once that has been asked for."""
+        """Number of steps after which the run ends. It is reduced when a stop or pause is requested."""
         self.stop_was_asked = self._pause_was_asked = False
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
         self.action: Action | None = None
-        """What is being played, for whoever asks what the stage is at."""
+        """Action that is being executed, for messages and monitoring."""
 
     def play(self, actions: Iterable[Action]) -> Iterator[StepReport | EvaluationReport]:
         try:
@@ -220,16 +231,17 @@ class Executor:
             await_device(transport.stage, transport.timeout_seconds, lambda: "the end of the run")
 
     def _await_all_stages(self) -> None:
-        """Every stage comes to the same verdict, but the last of them needs messages of the first to get there."""
+        """Waits until all stages have seen the inf or nan. Every stage reaches the same verdict, but the last one to
+        reach it may still need messages of the first one. So no stage may end earlier."""
         everyone = tuple(range(self._transport.num_stages))
         self._transport.gather(torch.zeros(1), everyone).wait(lambda: "the other stages to see the inf or nan too")
 
     def _announced(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """Every action when those that follow it have been announced."""
+        """Yields every action after the next LOOKAHEAD actions have been announced to the links."""
         ahead: deque[Action] = deque()
         for action in actions:
             if self._is_beyond(action):
-                if action.op is Op.UPDATE:  # all that is still to be played comes before it
+                if action.op is Op.UPDATE:  # all remaining actions come before it
                     break
                 continue
             with self._streams.computing():
@@ -239,11 +251,12 @@ class Executor:
                 yield ahead.popleft()
         yield from ahead
 
-    # ---- the end, when it comes before its time
+    # ---- ending early
 
     def _heed(self, step: int, requests: Requests) -> None:
-        """Every stage learns with the sums of `step` what is asked for. By then none of them has begun, or announced to
-        its neighbours, a batch beyond the last that is still to be finished."""
+        """Sets the end of the run if a stop or pause is requested. Every stage learns of the request with the sums of
+        `step`. At that time no stage has begun, or announced to its neighbours, a batch beyond the last one that will
+        be finished."""
         is_new = not (self.stop_was_asked or self._pause_was_asked)
         self.stop_was_asked = self.stop_was_asked or requests.stop
         self._pause_was_asked = self._pause_was_asked or requests.pause
@@ -258,7 +271,8 @@ class Executor:
         return is_batch and action.microbatch >= self.end * self._schedule.num_microbatches
 
     def _is_stopped(self) -> bool:
-        """Not where the run ends as planned: an evaluation may follow the last update."""
+        """Tells whether the run ends early and has reached its end. It is False where the run ends as planned, because
+        an evaluation may follow the last update."""
         return self.end != self._schedule.num_steps and self._versions.newest >= self.end
 
     def _play(self, action: Action) -> StepReport | EvaluationReport | None:
@@ -273,8 +287,8 @@ class Executor:
             self._transport.backward_in.expect(_kind(action))
 
     def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Begins to copy them to the host, beside whatever comes next. What is returned waits for the copies.
-        into: earlier ones, to be overwritten where they fit."""
+        """Starts to copy tensors to the host, in parallel with the actions that follow. Returns a function that waits
+        for the copies and returns them. `into` holds earlier copies, which are overwritten where they fit."""
         with self._streams.copying():
             copies = {name: copy_to_host(tensor.detach(), into.get(name)) for name, tensor in tensors.items()}
             done = self._streams.mark_copies()
@@ -328,7 +342,7 @@ class Executor:
         if pairs:
             with self._backward_lock:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        del flight, pairs  # and the graph, which takes longer than all that follows
+        del flight, pairs  # this also frees the graph, which takes longer than all that follows
         self.clock.enter(Activity.OTHER)
         if not self._is_first:
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
@@ -337,11 +351,11 @@ class Executor:
             self._begin_update(action.microbatch // self._schedule.num_microbatches, version)
 
     def _begin_update(self, step: int, version: int) -> None:
-        """Hands a finished batch to its update."""
+        """Creates the update of a finished batch."""
         assert self._update_step is None, "a batch ended before the update of the one before it"
         gradients = self._versions.take_gradients(version)
         parameters = self._versions.parameters(version)
-        for name in parameters if self._summed is None else self._summed:  # a sum needs a tensor from everyone
+        for name in parameters if self._summed is None else self._summed:  # a sum needs a tensor from every member
             gradients.setdefault(name, torch.zeros_like(parameters[name]))
         finished = Finished(
             gradients,
@@ -361,7 +375,7 @@ class Executor:
         return Place.SUMS_IN_BACKGROUND if self._awaits_evaluation(step - 1) else Place.BACKGROUND
 
     def _awaits_evaluation(self, step: int) -> bool:
-        """An evaluation that is still to come needs the masters as they are."""
+        """Tells whether an evaluation after `step` is still to come. It needs the masters as they are."""
         schedule = self._schedule
         return schedule.num_evaluations > 0 and step > self._last_evaluated and step in schedule.evaluate_after
 
@@ -428,7 +442,7 @@ class Executor:
         return EvaluationReport(action.version - 1, None if total is None else total.item())
 
     def _module_to_evaluate(self, action: Action) -> nn.Module:
-        """One that computes with the masters; they stand still until the evaluation is over."""
+        """Returns a module that computes with the masters. They do not change until the evaluation is over."""
         module = self._versions.master_module()
         if module is not None:
             return module
@@ -437,16 +451,18 @@ class Executor:
         masters = gather_masters(self._transport, self._owners, self._versions, dtypes, waiting, aside=True)
         return self._versions.with_weights(masters)
 
-    # ---- the clock, and what goes in and out
+    # ---- clock, inputs and outputs
 
     def _enter(self, activity: Activity, action: Action) -> None:
-        """From now on the stage computes, reads or waits, and the background may have the core."""
+        """Starts an activity in which the stage computes, reads or waits. So the background thread may use the core
+        from now on."""
         if self._update_step is not None:
             self._update_step.start()
         self.clock.enter(activity, action)
 
     def _read(self, action: Action, data: Callable[[], tuple[Any, Any]]) -> tuple[Message, Any]:
-        """The first stage reads inputs, the last one targets, the others neither."""
+        """Returns the inputs and targets of an action. The first stage takes the inputs from the data, and the others
+        receive them from the previous stage. Only the last stage needs targets."""
         inputs, targets = (), None
         if self._is_first or self._is_last:
             self._enter(Activity.DATA, action)
@@ -468,7 +484,7 @@ class Executor:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode for a moment; what was in it before stays so."""
+    """Puts a module into evaluation mode for the duration of the block. Then restores the mode of every submodule."""
     training = [child for child in module.modules() if child.training]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Layers to stages: contiguous cuts that keep every parameter's name."""
+"""Assigns layers to stages, as contiguous cuts that keep the name of every parameter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import nn
 
 
 class PartitionError(ValueError):
-    """A model that cannot be cut as asked."""
+    """Raised when a model cannot be cut as requested."""
 
 
 def partition(costs: Sequence[float], num_stages: int) -> list[int]:
-    """How many layers each stage gets, so that the most expensive stage is as cheap as contiguous cuts allow.
+    """Returns the number of layers of each stage, such that the most expensive stage is as cheap as contiguous cuts
+    allow.
 
-    Dynamic programming over (stages, layers): the best cut of the first j layers into k stages ends with some last
-    stage i..j. Among equal bottlenecks the smaller sum of squares wins, which keeps the other stages even.
+    It uses dynamic programming over (stages, layers): the best cut of the first j layers into k stages ends with some
+    last stage i..j. Among equal bottlenecks the smaller sum of squares wins, which keeps the other stages even.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
@@ -52,7 +53,7 @@ def check_sizes(sizes: Sequence[int], num_layers: int, num_stages: int) -> None:
 
 
 def cut(model: nn.Sequential, sizes: Sequence[int], stage: int) -> nn.Sequential:
-    """The stage's layers under their old names, so that every parameter keeps its own."""
+    """Returns the layers of a stage under their old names, so that every parameter keeps its name."""
     first = sum(sizes[:stage])
     layers = list(model.named_children())[first : first + sizes[stage]]
     return nn.Sequential(OrderedDict(layers))
@@ -60,18 +61,18 @@ def cut(model: nn.Sequential, sizes: Sequence[int], stage: int) -> nn.Sequential
 
 @dataclass(frozen=True)
 class Tied:
-    """A weight that several stages hold a copy of."""
+    """A weight of which several stages hold a copy."""
 
     name: str
-    """Its name on the first of them, by which its parameter group is chosen on all."""
+    """Name of the weight on the first of the stages. It selects the parameter group on all of them."""
     stages: tuple[int, ...]
 
 
 def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, Tied]:
-    """The weights tied across stages, by every name they go by.
+    """Returns the weights that are tied across stages, by every name they have.
 
-    Tying is what it is in one process: the same Parameter object in two layers. Each holder knows the parameter by the
-    name it has there.
+    A weight is tied as in one process: the same Parameter object is in two layers. On each stage the parameter has the
+    name of its layer there.
     """
     holders: dict[int, list[tuple[str, int]]] = {}
     for stage in range(len(sizes)):

@@ -1,4 +1,4 @@
-"""Peak memory of a device or process."""
+"""Measures the peak memory of a device or process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator, or of the process."""
+    """Returns the peak memory in bytes: of the allocator of a CUDA device, or else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""`Pipeline`: a list of layers, a loss and any torch optimizer, trained across stages. The trainer is its first user.
+"""Implements `Pipeline`: a list of layers, a loss and any torch optimizer, trained across stages.
 
 def worker(transport):                                   # runs once per stage
     pipeline = Pipeline(transport, layers, data=data, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -38,36 +38,43 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Pipeline:
-    """One stage of a pipeline. Every stage makes it with the same arguments, then runs it.
+    """One stage of a pipeline. Every stage constructs it with the same arguments, then runs it.
 
     transport          the connection to the other stages, from `launch`
-    layers             the model as nn.Sequential would run it: each layer takes what the one before returned, a tensor
-                       or a tuple of tensors. The same Parameter in two layers is tied, across stages too
+    layers             the model as nn.Sequential would run it: each layer takes the output of the previous one, a
+                       tensor or a tuple of tensors. A Parameter that is in two layers is tied, across stages too
     data               (step, microbatch) -> (inputs, targets); read on the first and on the last stage. Replicas take
                        the microbatches of a step in turn: of R replicas, r takes r, R + r, 2 R + r and so on
     loss               (outputs, targets) -> scalar
-    optimizer          list of parameters -> any torch optimizer; or a list of Groups, each with its own
-    num_microbatches   in a step of each replica; all have the same shapes
-    num_steps          updates to make
+    optimizer          list of parameters -> any torch optimizer; or a list of Groups, each with its own optimizer
+    num_microbatches   number of microbatches in a step of each replica; all have the same shapes
+    num_steps          number of updates to make
     schedule           two_bw, one_f_one_b, gpipe, pipedream or paci
+    depth              two_bw: "double" keeps twice as many warm-up forwards in flight as "minimum"
+    sync_start_steps   number of steps that run as one_f_one_b before the schedule begins
     error_feedback     lam: how much of the one-step prediction to apply (with Groups: set it there)
     clip_norm          largest norm of the gradient, exact over all stages (with Groups: set it there)
     learning_rate      index of the update -> factor of the optimizer's rate
-    loss_scale         step -> factor of each microbatch's loss; None: the mean over microbatches
+    loss_scale         step -> factor of each microbatch's loss; None means the mean over microbatches
     evaluation         held-out data, and when to evaluate
-    layers_per_stage   None: as even as possible; `partition` balances layers of unequal cost
-    precision          dtypes to compute and add in; None: the layers' own. With a coarser `compute`, masters are kept
-                       in the layers' dtype
+    skip_non_finite    skip an update when an inf or nan occurs, instead of raising
+    track_alignment    measure how well each update was predicted, for the reports
+    layers_per_stage   number of layers of each stage; None means as even as possible. `partition` balances layers of
+                       unequal cost
+    precision          dtypes to compute and add in; None means those of the layers. With a coarser `compute`, masters
+                       are kept in the layers' dtype
     shard_optimizer    replicas share the optimizer: each keeps masters and state of a part of the parameters (ZeRO-1)
     recompute          names of layers (in a list: "0", "1", ...) that keep only their input and are computed again in
                        the backward
     compile            run the layers through torch.compile, with one graph for each kind of layer; or the name of a
                        torch.compile backend
     prepare            called with this stage's layers before anything else, to initialise or move them
-    requests           called at the end of every batch: what this process requests. A requested stop or pause ends the
-                       run a few steps later, on all stages after the same update; a StepReport says when to save
+    requests           called at the end of every batch; returns what this process requests. A requested stop or pause
+                       ends the run a few steps later, on all stages after the same update. A StepReport says when to
+                       save
     start              a state of this stage to resume from (see `state`); num_steps counts from the start of the run
-    until              steps after which to stop, with the pipeline drained, even if num_steps is larger
+    until              number of steps after which to stop, with the pipeline drained, even if num_steps is larger
+    device             device to compute on
     """
 
     def __init__(
@@ -194,7 +201,8 @@ class Pipeline:
 
     @torch.no_grad()
     def _copy_tied(self, module: nn.Module) -> None:
-        """Every copy of a tied weight starts as the first stage's, however the stages were initialised."""
+        """Copies tied weights from the first stage that holds them to the others. So all copies start equal, however
+        the stages were initialised."""
         for name, parameter in module.named_parameters():
             if name in self.tied:
                 gathering = self.transport.gather(parameter.detach().clone(), self.tied[name].stages)
@@ -206,8 +214,8 @@ class Pipeline:
         return self.executor.play(self.schedule.actions(self.transport.stage))
 
     def weights(self) -> dict[str, Tensor]:
-        """This stage's masters, and the buffers that its modules keep, by their names in the whole model. Compare
-        and export these. If replicas share the optimizer, all of them must call it."""
+        """Returns this stage's masters and the buffers of its modules, by their names in the whole model. Use these to
+        compare and export weights. If replicas share the optimizer, all of them must call it."""
         masters: Mapping[str, Tensor] = self.versions.masters
         if self._owners is not None:
             dtypes = self.versions.master_dtypes
@@ -215,26 +223,27 @@ class Pipeline:
             masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
         return {name: tensor.detach() for name, tensor in {**masters, **self.versions.buffers()}.items()}
 
-    # ---- how far it is
+    # ---- progress
 
     @property
     def num_updates(self) -> int:
-        """Updates that this stage has made, counted from the beginning of the run."""
+        """Number of updates that this stage has made, counted from the beginning of the run."""
         return self.versions.newest
 
     @property
     def end(self) -> int:
-        """The update after which it ends: `num_steps`, `until`, or less if a stop or pause was asked for."""
+        """Number of updates after which the run ends: `num_steps`, `until`, or less if a stop or pause was
+        requested."""
         return self.executor.end
 
     @property
     def was_stopped(self) -> bool:
-        """Whether it ends early because some process asked for a stop."""
+        """Whether the run ends early because a process requested a stop."""
         return self.executor.stop_was_asked and self.end != self.schedule.num_steps
 
     @property
     def clock(self) -> Clock:
-        """Where this stage's time went."""
+        """Clock that measures how this stage spends its time."""
         return self.executor.clock
 
     @property
@@ -243,18 +252,19 @@ class Pipeline:
 
     @property
     def peak_in_flight(self) -> int:
-        """The most microbatches that were between their forward and their backward."""
+        """Maximum number of microbatches that were between their forward and their backward at a time."""
         return self.executor.peak_in_flight
 
     @property
     def peak_versions(self) -> int:
-        """The most weight versions that were in use at a time."""
+        """Maximum number of weight versions that were in use at a time."""
         return self.executor.peak_versions
 
-    # ---- what is kept to go on later
+    # ---- state for resuming
 
     def _spoken_for(self) -> dict[str, str]:
-        """The parameters whose state this stage keeps for all that hold them: its name here, and that in the state."""
+        """Returns the parameters whose state this stage saves, for itself and for other stages that hold them. It maps
+        their names here to their names in the state."""
         return {
             name: self._canonical(name)
             for name in self.versions.parameters(0)
@@ -265,8 +275,8 @@ class Pipeline:
         return self.tied[name].name if name in self.tied else name
 
     def state(self) -> StageState:
-        """What this stage keeps of the run after the latest update: the tensors themselves, not copies. Call it only
-        in the loop over `run`, after a StepReport."""
+        """Returns the state of this stage after the latest update. It holds the tensors themselves, not copies. Call it
+        only in the loop over `run`, after a StepReport."""
         is_first, tensors, names = self.transport.replica == 0, dict[str, Tensor](), self._spoken_for()
         optimizer: dict[str, Any] = {}
         for name, optimizer_of, master in self.updater.optimizer_states():
@@ -287,8 +297,9 @@ class Pipeline:
         return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
 
     def snapshot(self, into: Mapping[str, Tensor] | None = None) -> Callable[[], StageState]:
-        """Starts to copy the state to the host in the background. The result waits for the copies. into: tensors of an
-        earlier snapshot that are no longer needed and may be overwritten."""
+        """Starts to copy the state to the host in the background. Returns a function that waits for the copies and
+        returns the state. `into` holds tensors of an earlier snapshot that are no longer needed and may be
+        overwritten."""
         state = self.state()
         copies = self.executor.copy(state.tensors, into or {})
         return lambda: replace(state, tensors=copies())
@@ -300,7 +311,8 @@ class Pipeline:
         working = []
         for lag in range(self.versions.num_versions):
             kept = {name: tensors.get(f"working/{lag}/{canonical}") for name, canonical in names.items()}
-            # A synchronous step is made with the masters, and left with nothing older that would be read.
+            # Synchronous steps compute with the masters, and no later batch reads a version from before the end of a
+            # synchronous start.
             is_read = start.step - lag >= self.schedule.sync_start_steps and self.versions.num_versions > 1
             missing = [name for name, weights in kept.items() if weights is None]
             if lag > 0 and is_read and missing:
@@ -320,7 +332,8 @@ class Pipeline:
             restore_parameter(optimizer, master, unflatten(facts[names[name]], tensors), keeps=start.is_given_away)
         samples = {name: tensors[f"sample/{c}"] for name, c in names.items() if f"sample/{c}" in tensors}
         self.updater.restore(start.facts, samples)
-        # They are summed over stages, and over replicas that share the optimizer: one of them has it all.
+        # The products are summed over stages, and over replicas that share the optimizer. So one member starts with the
+        # total, and the others with zero.
         if self.transport.stage == 0 and (self.transport.replica == 0 or self._owners is None):
             products = [tensors[name] for name in sorted(tensors) if name.startswith("products/")]
             total = [math.fsum(column) for column in zip(*(part.flatten().tolist() for part in products), strict=True)]
@@ -348,7 +361,8 @@ def plan_schedule(
     recomputes: bool = False,
     compiles: bool = False,
 ) -> Schedule:
-    """The schedule as these groups need it, or one sentence why the two do not go together."""
+    """Returns the schedule with the settings that these groups need. Raises ScheduleError if the two are not
+    compatible."""
     if not schedule.traits.steps_alone:
         return schedule
     if has_tied:

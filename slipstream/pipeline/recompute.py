@@ -1,10 +1,11 @@
-"""Layers that keep nothing but their input between forward and backward, and are computed again in the backward.
+"""Layers that keep only their input between forward and backward, and are computed again in the backward.
 
     Recomputing(OrderedDict(layers), recomputed={"block0", "block2"})
 
-Which costs a second forward of these layers and saves their activations. The second forward must see the weights of the
-first. A stage's weight versions are modules of their own, which no update touches while one of their microbatches is in
-flight; should one ever be touched, autograd raises, as it does for a layer that is not recomputed.
+This costs a second forward of these layers and saves the memory of their activations. The second forward must use the
+same weights as the first. The weight versions of a stage are separate modules, which no update changes while one of
+their microbatches is in flight. If one is changed nevertheless, autograd raises, as it does for a layer that is not
+recomputed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Call = Callable[[nn.Module, Any], Any]
-"""(layer, its input) -> its output"""
+"""Function from a layer and its input to its output."""
 
 
 def call_plainly(layer: nn.Module, value: Any) -> Any:
@@ -26,11 +27,12 @@ def call_plainly(layer: nn.Module, value: Any) -> Any:
 
 
 class Recomputing(nn.Sequential):
-    """An nn.Sequential, whose children named in `recomputed` are computed again in the backward.
+    """An nn.Sequential in which the children named in `recomputed` are computed again in the backward.
 
-    What such a layer draws at random is drawn again, from the state that the generator had: use processes for it, for
-    stages that are threads share one generator. What it counts on its way, such as the running statistics of a batch
-    norm, it counts twice."""
+    A layer that uses random numbers gets the same ones again, because the state of the generator is restored. Use
+    processes for such layers, because stages that are threads share one generator. State that a layer updates in its
+    forward, such as the running statistics of a batch norm, is updated twice.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Recomputing(nn.Sequential):
         recomputed: Collection[str] = (),
         calls: Mapping[str, Call] | None = None,
     ) -> None:
-        """calls: how to run a layer, by name, where it is not just called."""
+        """`calls` maps the names of layers to the functions that run them. Other layers are called directly."""
         super().__init__(layers)
         self.recomputed = frozenset(recomputed)
         self._calls = dict(calls or {})
@@ -54,16 +56,18 @@ class Recomputing(nn.Sequential):
 
 
 def _unchanged(layer: nn.Module, outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """The outputs, and a backward that begins by making sure of the layer's weights."""
-    weights = [parameter.detach() for parameter in layer.parameters()]  # which counts its changes with the parameter
+    """Returns the outputs, with a backward that first checks that the layer's weights are unchanged."""
+    # The detached tensor shares the version counter of the parameter.
+    weights = [parameter.detach() for parameter in layer.parameters()]
     if isinstance(outputs, Tensor):
         return cast(Tensor, _Unchanged.apply(len(weights), *weights, outputs)[0])
     return cast(tuple[Tensor, ...], _Unchanged.apply(len(weights), *weights, *outputs))
 
 
 class _Unchanged(torch.autograd.Function):
-    """Autograd looks after what it keeps of a layer, and of one that is recomputed it keeps no weights. They are kept
-    here, which costs nothing: saved_tensors raises if one was overwritten."""
+    """Checks in the backward that no weight was overwritten. Autograd checks the tensors that it saves for a layer, but
+    for a recomputed layer it saves no weights. Saving them here costs nothing, and `saved_tensors` raises if one was
+    overwritten."""
 
     @staticmethod
     def forward(ctx: Any, num_weights: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,15 +1,16 @@
-"""From the end of a batch to its update: everything that has to be summed over stages.
+"""Computes everything that is summed over stages and replicas between the end of a batch and its update.
 
-Up to three messages pass, one after the other: gradients and loss, between the replicas of the stage; the gradients of
-tied weights, between the stages that hold a copy; then one short vector from every stage to every stage, with the loss
-and the squared gradient norm of every group. All stages add up the same numbers in the same order, so all of them clip
-alike and all of them see an inf or a nan in the same step.
+Up to three messages are exchanged, one after the other: gradients and loss, between the replicas of the stage; the
+gradients of tied weights, between the stages that hold a copy; then one short vector from every stage to every stage,
+with the loss and the squared gradient norm of every group. All stages add up the same numbers in the same order. So all
+of them clip in the same way, and all of them see an inf or a nan in the same step.
 
-Where no update needs a sum over stages (pipedream and paci without clipping), none waits for one: the vector passes in
-the background, and what the stages ask for and tell of their time is heeded some steps later, on all of them alike.
+Where no update needs a sum over stages (pipedream and paci without clipping), no update waits for one. The vector is
+exchanged in the background. Requests then take effect some steps later, on all stages in the same step, and the times
+of the other stages are reported some steps later.
 
-Where replicas share the optimizer, each gets the gradients of the parameters it owns and no others, and the vector is
-summed over them first.
+If replicas share the optimizer, each gets only the gradients of the parameters that it owns, and the vector is summed
+over the replicas first.
 """
 
 from __future__ import annotations
@@ -32,105 +33,113 @@ from .partition import Tied
 
 NUM_PRODUCTS = 3
 NUM_FACTS = 2 + len(Activity)
-"""Utilisation, the peak of the memory, and the seconds of every activity."""
+"""Number of facts of a stage: its utilisation, its peak memory, and the seconds of every activity."""
 
 
 class Requests(NamedTuple):
-    """What a process would like all of them to do, after the same update."""
+    """Requests of one process to all processes. They take effect after the same update everywhere."""
 
     save: bool = False
     stop: bool = False
     busy: bool = False
-    """Still at the checkpoint before: to save now, all or none must be free."""
+    """Whether this process is still writing the previous checkpoint. A checkpoint needs all processes: if one is busy,
+    none saves."""
     pause: bool = False
-    """Leave off like for a stop, to go on at once in another shape."""
+    """Whether to end the run as for a stop, and then to resume at once in another layout."""
 
 
 NUM_REQUESTS = len(Requests())
 
 
 def num_sums(num_groups: int) -> int:
-    """Numbers that are summed over stages: the loss, requests, products of updates and squared norms."""
+    """Returns the number of values that are summed over stages: the loss, requests, products of updates and squared
+    norms."""
     return 1 + NUM_REQUESTS + (NUM_PRODUCTS + 1) * num_groups
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What the stages together know of a batch."""
+    """The results of a batch, combined over all stages."""
 
     loss: float
     utilisations: tuple[float, ...]
-    """Per stage, nan where there is none yet."""
+    """Utilisation of each stage. nan means that there is none yet."""
     memory: tuple[int, ...]
-    """Per stage: the peak of what its device held, or its process, in bytes."""
+    """Peak memory of each stage's device or process, in bytes."""
     splits: tuple[TimeSplit, ...]
     squared_norms: tuple[float, ...]
-    """Per group, over all stages."""
+    """Squared gradient norm of each group, over all stages."""
     products: tuple[tuple[float, ...], ...]
-    """Per group: inner products of the two latest finished updates, see optim.correction."""
+    """Inner products of the two latest finished updates, for each group (see optim.correction)."""
     non_finite: str | None
-    """Where an inf or a nan was seen first, in words."""
+    """Description of the first inf or nan. None means that there is none."""
     requests: Requests
-    """What any stage of any replica asked for."""
+    """Requests of any stage of any replica."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A stage's share of a finished batch."""
+    """The contribution of one stage to the sums of a finished batch."""
 
     gradients: dict[str, Tensor]
     loss: Tensor | None
-    """The batch's loss, where it is known: on the last stage."""
+    """Loss of the batch. It is known on the last stage and None on the others."""
     products: Tensor
-    """(groups, 3): inner products of the latest updates, this stage's share."""
+    """Inner products of the latest updates, this stage's share, with shape (groups, 3)."""
     utilisation: float
     memory: int
-    """The peak until now, in bytes."""
+    """Peak memory until now, in bytes."""
     split: TimeSplit
-    """Of the stage's time since its last batch."""
+    """Times of the stage since the end of its previous batch."""
     requests: Requests
-    """This stage's."""
+    """Requests of this stage."""
 
 
 class Later:
-    """Gathers in the background, each taken `lag` steps after it was begun, by all stages alike: when it is asked for,
-    it has long been there."""
+    """Gathers that run in the background. The result of each is taken `lag` steps after its start, on all stages alike.
+    By then it has usually been complete for a long time."""
 
     def __init__(self, background: Executor, lag: int) -> None:
         self._background, self._lag = background, lag
         self._under_way: deque[Future[list[Tensor]]] = deque()
 
     def exchange(self, gather: Callable[[], list[Tensor]]) -> list[Tensor] | None:
-        """None: there is none of so many steps ago."""
+        """Starts a gather and returns the result of the one that was started `lag` steps ago. None means that there is
+        none yet."""
         self._under_way.append(self._background.submit(gather))
         return self._under_way.popleft().result() if len(self._under_way) > self._lag else None
 
     def finish(self) -> None:
-        """Waits for all that is under way: every stage has begun as many."""
+        """Waits for all gathers in progress. Every stage has started the same number of them, so all of them
+        complete."""
         while self._under_way:
             self._under_way.popleft().result()
 
 
 @dataclass(frozen=True)
 class Reducer:
+    """Sums the results of a finished batch over replicas and stages."""
+
     transport: Transport
     group_names: Sequence[str]
     group_of: Mapping[str, int]
-    """Parameter name to the index of its group."""
+    """Index of the group of every parameter, by name."""
     tied: Mapping[str, Tied]
-    """This stage's tied parameters."""
+    """Tied parameters of this stage, by name."""
     is_global: bool
-    """Sum over all stages; otherwise over this one alone, and the others hear of it later."""
+    """Whether to sum over all stages before the update. If not, the sums are those of this stage alone, and the other
+    stages get them later."""
     owners: Mapping[str, int] | None = None
-    """Of every parameter, the replica that steps it; None: all do."""
+    """Replica that steps each parameter. None means that all replicas do."""
     dtype: torch.dtype | None = None
-    """That gradients of replicas are summed in, and those of tied weights exchanged in; None: that of the gradients."""
+    """Dtype in which gradients are summed over replicas and gradients of tied weights are exchanged. None means that of
+    the gradients."""
     later: Later | None = None
-    """Where it is not global: how the others hear of it. None: they do not."""
+    """Background gathers, used if the reduction is not global. None means that the other stages do not get the sums."""
 
     def reduce(self, finished: Finished, waiting: Waiting) -> Sums:
-        """Adds the other holders' gradients to those of tied weights, in place, and returns the sums. Waits for the
-        other stages to get there."""
+        """Replaces the gradients in `finished` by their sums over replicas and over the holders of tied weights, and
+        returns the other sums. Waits for the other replicas and stages."""
         stage, num_stages = self.transport.stage, self.transport.num_stages
         requests = _as_numbers(finished.requests, finished.products.device)
         if self.transport.num_replicas > 1:
@@ -162,14 +171,14 @@ class Reducer:
         return self.owners is None or self.owners[name] == self.transport.replica
 
     def _add_replicas(self, finished: Finished, requests: Tensor, waiting: Waiting) -> None:
-        """Leaves the gradients that are to be stepped here."""
+        """Sums over replicas. Only the gradients that this replica steps remain."""
         gradients = finished.gradients
         names = sorted(gradients)
         sums = [gradients[name] if self.dtype is None else gradients[name].to(self.dtype) for name in names]
         if self.owners is None:
             losses = [] if finished.loss is None else [finished.loss]
             self.transport.add_replicas([*sums, *losses, requests]).wait(waiting)
-        else:  # the loss is summed with the vector
+        else:  # the loss is summed later, with the vector
             self.transport.add_replicas(sums, [self.owners[name] for name in names]).wait(waiting)
         for name, total in zip(names, sums, strict=True):
             gradient = gradients.pop(name)
@@ -177,7 +186,7 @@ class Reducer:
                 gradients[name] = total.to(gradient.dtype)
 
     def _vector(self, finished: Finished, requests: Tensor) -> Tensor:
-        """[loss, requests..., products..., squared norms...]"""
+        """Returns the vector [loss, requests..., products..., squared norms...]."""
         device = finished.products.device
         squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.group_names]
         for name, gradient in finished.gradients.items():
@@ -215,8 +224,8 @@ class Reducer:
 
 
 def norm_dtype(gradient: Tensor) -> torch.dtype:
-    """What the squares of a gradient are added up in. On a GPU, where a sum is a tree, float32 is enough, and float64
-    would cost a copy of the gradient in it."""
+    """Returns the dtype in which the squares of a gradient are added up. On a GPU, where a sum is a tree, float32 is
+    accurate enough, and float64 would need a copy of the gradient in float64."""
     return torch.promote_types(gradient.dtype, torch.float32) if gradient.is_cuda else torch.float64
 
 
@@ -226,5 +235,5 @@ def _total(column: Sequence[float]) -> float:
 
 def _as_numbers(requests: Requests, device: torch.device) -> Tensor:
     numbers = torch.zeros(len(requests), device=device)
-    # Nearly always nothing is asked for: no reason to send that to a device.
+    # Usually nothing is requested. Then nothing needs to be sent to a device.
     return torch.tensor(requests, device=device).to(numbers.dtype) if any(requests) else numbers

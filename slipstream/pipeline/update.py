@@ -1,14 +1,14 @@
-"""One stage's update: gradients of a finished batch in, the next weight version out.
+"""Makes the updates of one stage: from the gradients of a finished batch to the next weight version.
 
     z[t+1] = (1 - lr wd) z[t] - u[t]          the optimizer's step on the masters
     x      = z[t+1] - lam d w[t]              the working copy, predicted d steps ahead (error feedback)
 
-d is how many updates later than its own the version will be used: 1 for two_bw, 0 for a synchronous step. w[t] is what
-is expected of the next update: u[t] again, unless the optimizer knows better (AdamW does).
+d is the number of updates after its own at which the version will be used: 1 for two_bw, 0 for a synchronous step. w[t]
+is the expected next update: u[t] again, unless the optimizer has a better prediction (AdamW has).
 
-Our own optimizers write x in the pass that makes the update. For all others the working copies, in the masters' dtype,
-hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser dtype they cannot: there z[t] is
-kept for a moment, of a part of the parameters at a time.
+Our own optimizers write x in the same pass that makes the update. For all other optimizers the working copies, if they
+have the masters' dtype, hold z[t] while the optimizer steps, so that no update is ever stored. In a coarser dtype they
+cannot hold it: then z[t] is kept temporarily, for a part of the parameters at a time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from .weight_versions import WeightVersions
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
 PART_ELEMENTS = 2**26
-"""Of mixed precision: how much of z[t] is kept at a time, if one parameter is not more. 256 MiB in float32."""
+"""Number of elements of z[t] that are kept at a time in mixed precision, unless a single parameter is larger. 256 MiB
+in float32."""
 SAMPLE_ELEMENTS = 2**16
-"""Of mixed precision: how many numbers of each parameter's update are kept to compare the next one with."""
+"""Number of elements of each parameter's update that are kept in mixed precision, to compare the next update with."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one group that are stepped together, by an optimizer of their own."""
+    """The parameters of one group that are stepped together, by one optimizer."""
 
     index: int
-    """Of the group."""
+    """Index of the group."""
     group: Group
     names: list[str]
     masters: list[nn.Parameter]
@@ -51,6 +52,8 @@ class Part:
 
 
 class Updater:
+    """Steps the masters of one stage and writes its working copies."""
+
     def __init__(
         self,
         versions: WeightVersions,
@@ -60,7 +63,7 @@ class Updater:
         track_alignment: bool,
         device: torch.device,
     ) -> None:
-        """learning_rate: multiplies every optimizer's own rate, by the index of the update."""
+        """`learning_rate` maps the index of an update to a factor of every optimizer's own rate."""
         self._versions, self._learning_rate = versions, learning_rate
         aliases = {tied[name].name if name in tied else name: name for name in versions.parameters(0)}
         named = [(alias, versions.parameters(0)[name]) for alias, name in aliases.items()]
@@ -69,7 +72,7 @@ class Updater:
             for index, (_, assigned) in enumerate(assign(named, groups))
         }
         self.group_of = {name: index for index, names in members.items() for name in names}
-        """Of all parameters, owned or not."""
+        """Index of the group of every parameter, owned or not."""
         self._parts = [
             self._part(index, group, names)
             for index, group in enumerate(groups)
@@ -81,7 +84,8 @@ class Updater:
         self.products = torch.zeros(len(groups), NUM_PRODUCTS, dtype=torch.float64, device=device)
 
     def _partition(self, group: Group, names: list[str]) -> Iterator[list[str]]:
-        """All together, unless z[t] has to be kept. Then like shapes side by side, for optimizers that stack them."""
+        """Divides the parameters of a group into parts. All are in one part, unless z[t] has to be kept. Then
+        parameters of the same shape are next to each other, for optimizers that stack them."""
         masters = self._versions.masters
         keeps = names and not isinstance(group.optimizer([masters[names[0]]]), PredictingOptimizer)
         if not (self._versions.is_mixed and group.error_feedback != 0 and keeps):
@@ -106,13 +110,14 @@ class Updater:
         return [part.optimizer for part in self._parts]
 
     def optimizer_states(self) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
-        """By parameter: whose state it is in, and under which key."""
+        """Yields for every parameter its name, the optimizer that has its state, and the key of the state, which is the
+        master."""
         for part in self._parts:
             for name, master in zip(part.names, part.masters, strict=True):
                 yield name, part.optimizer, master
 
     def facts(self) -> dict[str, Any]:
-        """What is no tensor, and of no single parameter."""
+        """Returns the state that is not a tensor and does not belong to a single parameter."""
         coefficients = {part.group.name: self._last_coefficients[part.index] for part in self._parts}
         groups = {part.group.name: group_facts(part.optimizer) for part in self._parts}
         return {"coefficients": coefficients, "groups": groups}
@@ -131,8 +136,8 @@ class Updater:
 
     @torch.no_grad()
     def apply(self, step: int, gradients: dict[str, Tensor], scales: Sequence[float], horizon: int) -> None:
-        """Makes the next version, which whoever keeps the versions then declares the newest. scales: what clipping
-        leaves of every group's gradient. The gradients are used up."""
+        """Makes the next version. The caller then declares it the newest with `close_next`. `scales` holds the factor
+        of every group's gradient from clipping. `horizon` is d above. The gradients are consumed."""
         target = self._versions.open_next()
         products = torch.zeros_like(self.products)
         for part in self._parts:
@@ -157,7 +162,8 @@ class Updater:
             self._last_coefficients[part.index] = part.group.error_feedback * horizon
 
     def _step(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
-        """With working copies in the masters' dtype. Returns the products of this update and the one before."""
+        """Steps a part whose working copies have the masters' dtype. Returns the products of this update and the
+        previous one."""
         predicts = self._versions.separate_masters and coefficient != 0
         if predicts and not self._track_alignment and isinstance(part.optimizer, PredictingOptimizer):
             part.optimizer.step_ahead(dict(zip(part.masters, working, strict=True)), coefficient)
@@ -179,7 +185,7 @@ class Updater:
         return products
 
     def _step_mixed(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
-        """With working copies in a coarser dtype, which cannot hold z[t]."""
+        """Steps a part whose working copies have a coarser dtype, which cannot hold z[t]."""
         samples = {
             name: sample(master).clone()
             for name, master in zip(part.names, part.masters, strict=True)
@@ -199,7 +205,7 @@ class Updater:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """The next version is the one before it: u = 0."""
+        """Makes the next version without an update: u = 0."""
         target = self._versions.open_next()
         if self._versions.separate_masters:
             for name, master in self._versions.masters.items():
@@ -209,10 +215,12 @@ class Updater:
         self._last_samples.clear()
 
     def _products(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
-        """Inner products of this update and what was expected of it, from the copies at hand: no update is ever stored.
+        """Returns the inner products of this update and the expected one. They are computed from existing copies of the
+        weights, so that no update is ever stored.
 
-        With prediction the working copy holds z[t] and the newest one is z[t] minus a multiple of w[t-1]. Without, what
-        is compared is u[t-1]: the newest is z[t] and the working copy, about to be overwritten, is z[t-1].
+        With prediction, the working copy holds z[t], and the newest version is z[t] minus a multiple of w[t-1]. Without
+        it, the update is compared with u[t-1]: the newest version is z[t], and the working copy, which is about to be
+        overwritten, is z[t-1].
         """
         newest = [self._versions.parameters(self._versions.newest)[name] for name in part.names]
         last = self._last_coefficients[part.index]
@@ -227,7 +235,8 @@ class Updater:
         return torch.zeros_like(self.products[part.index])
 
     def _sampled_products(self, part: Part, samples: Mapping[str, Tensor], predicts: bool) -> Tensor:
-        """The same from a sample of every parameter, which a coarse working copy does not spare us keeping."""
+        """Returns the same products, estimated from a sample of every parameter. The sample has to be kept, because
+        working copies in a coarse dtype do not contain the previous update accurately enough."""
         total = torch.zeros_like(self.products[part.index])
         expected_of = _expectation(part)
         for name, before in samples.items():
@@ -242,7 +251,7 @@ class Updater:
 
 
 def _predict(part: Part, working: list[Tensor], coefficient: float) -> None:
-    """Turns z[t], held by the working copies, into x."""
+    """Overwrites the working copies, which hold z[t], with x."""
     expected_of = _expectation(part)
     for copy, master in zip(working, part.masters, strict=True):
         expected = expected_of(master, whole)
@@ -250,11 +259,12 @@ def _predict(part: Part, working: list[Tensor], coefficient: float) -> None:
             predict([copy], [master], coefficient)
         else:
             torch.sub(master, expected, alpha=coefficient, out=copy)
-        del expected  # before there is another
+        del expected  # free it before the next one is computed
 
 
 def _expectation(part: Part) -> Callable[[Tensor, View], Tensor | None]:
-    """By master, the update expected next, or a part of it; None: the one just made."""
+    """Returns a function from a master and a view to the expected next update, or the viewed part of it. It returns
+    None where the expected update is the one just made."""
     optimizer = part.optimizer
     if not isinstance(optimizer, PredictingOptimizer):
         return lambda master, view: None
@@ -263,5 +273,5 @@ def _expectation(part: Part) -> Callable[[Tensor, View], Tensor | None]:
 
 
 def sample(parameter: Tensor) -> Tensor:
-    """Evenly spaced numbers of it, in a view."""
+    """Returns evenly spaced elements of a parameter, as a view."""
     return parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLE_ELEMENTS)]

@@ -1,7 +1,7 @@
 """The update of one step, from the end of its batch to its deadline.
 
-The schedule says when an update must be finished. two_bw leaves time before that: the sums over stages and the update
-itself then run in a background thread, on a CUDA stream of their own, while the stage goes on computing.
+The schedule determines when an update must be finished. two_bw leaves time before that. Then the sums over stages and
+the update itself run in a background thread, on a CUDA stream of their own, while the stage continues to compute.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from .zero1 import share
 
 
 class Place(Enum):
-    """Where the work of an update is done."""
+    """Where and when the work of an update is done."""
 
     FOREGROUND = auto()
-    """All at the deadline: the schedule leaves no time before it."""
+    """Everything at the deadline, because the schedule leaves no time before it."""
     SUMS_IN_BACKGROUND = auto()
-    """The sums at once, the update at the deadline: an evaluation still reads the masters."""
+    """The sums at once in the background, and the update at the deadline, because an evaluation still reads the
+    masters."""
     BACKGROUND = auto()
-    """All of it, until the deadline."""
+    """Everything in the background, before the deadline."""
 
 
 class State(Enum):
+    """How far the update of a step is."""
+
     WAITING = auto()
-    """The stage has not paused since the batch ended."""
+    """The update has not been started, because the stage has not paused since the batch ended."""
     RUNNING = auto()
-    """The background works on it."""
+    """The background thread works on the update."""
     DONE = auto()
 
 
@@ -61,18 +64,18 @@ class UpdateMaker:
         reduction_dtype: torch.dtype | None,
         skip_non_finite: bool,
     ) -> None:
-        """owners: for each parameter, the replica that steps it; None: every replica does. skip_non_finite: leave an
-        update out when inf or nan shows up, instead of raising."""
+        """`owners` maps each parameter to the replica that steps it. None means that every replica does. With
+        `skip_non_finite`, an update with an inf or nan is skipped. Otherwise it raises."""
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._owners, self._skips = groups, owners, skip_non_finite
         self.streams, self.clock = streams, clock
         self.background = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"update of stage {transport.stage}",
-            initializer=torch.set_num_threads,  # OpenMP starts every thread with a limit of its own
+            initializer=torch.set_num_threads,  # OpenMP has a separate limit for every thread
             initargs=(torch.get_num_threads(),),
         )
-        # The last backward of a batch travels from the last stage to the first within this many steps.
+        # The last backward of a batch goes from the last stage to the first within this many steps.
         self._later = Later(self.background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches))
         self._reducer = Reducer(
             transport,
@@ -89,7 +92,7 @@ class UpdateMaker:
         return self._reducer.reduce(finished, lambda: f"the sums over stages for the update of step {step + 1}")
 
     def apply(self, step: int, finished: Finished, sums: Sums) -> None:
-        self.streams.wait_for_copies()  # a snapshot may still be reading what this overwrites
+        self.streams.wait_for_copies()  # a snapshot may still be copying what this overwrites
         if sums.non_finite is None:
             horizon = self._schedule.horizon(self._transport.stage, step)
             self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
@@ -108,7 +111,7 @@ class UpdateMaker:
         ]
 
     def finish_reports(self) -> None:
-        """Waits for sums that no update waited for."""
+        """Waits for the background gathers that no update waited for."""
         self._later.finish()
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ class UpdateMaker:
 
 
 class UpdateStep:
-    """The update of one step. The stage calls `start` whenever it pauses, and `finish` at the deadline."""
+    """The update of one step. The stage calls `start` when it pauses, and `finish` at the deadline."""
 
     def __init__(self, maker: UpdateMaker, step: int, finished: Finished, place: Place) -> None:
         self.step, self.place, self.state = step, place, State.WAITING
@@ -126,8 +129,9 @@ class UpdateStep:
         self._marks: tuple[Mark, Mark] | None = None
 
     def start(self) -> None:
-        """Starts the background's part. Not before the stage computes or waits: until then it has messages to send that
-        its neighbours wait for, and the background would take the interpreter from it."""
+        """Starts the background part of the update. Call it only when the stage computes or waits. Before that, the
+        stage has messages to send that its neighbours wait for, and the background thread would compete for the
+        interpreter."""
         if self.state is State.WAITING and self.place is not Place.FOREGROUND:
             self.state = State.RUNNING
             self._job = self._maker.background.submit(self._run)
@@ -144,7 +148,7 @@ class UpdateStep:
             return sums, maker.streams.now()
 
     def finish(self, action: Action) -> Sums:
-        """Waits for what is still missing, and makes the update if the background has not."""
+        """Waits for the background part, and makes the update if the background has not made it."""
         maker = self._maker
         if self.place is Place.FOREGROUND:
             sums = maker.reduce(self.step, self._finished)

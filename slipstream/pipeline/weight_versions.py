@@ -1,22 +1,23 @@
-"""The weight versions a stage keeps, and the masters its optimizer owns.
+"""The weight versions of a stage, and the masters of its optimizer.
 
-Version v lives in slot v % n: n replicas of the stage's module, each with leaf parameters of its own and buffers
-shared. A microbatch runs forward and backward in one replica, so no weight is copied, swapped or recomputed per
-microbatch; and writing into a replica whose graph is still alive makes autograd raise instead of returning a wrong
-gradient.
+Version v is in slot v % n. The n slots are replicas of the stage's module. Each has leaf parameters of its own, and all
+share their buffers. A microbatch runs forward and backward in one replica, so no weight is copied, swapped or
+recomputed per microbatch. If a replica whose graph is still alive is overwritten, autograd raises instead of returning
+a wrong gradient.
 
-The masters (z in docs/concepts/weights.md) are the weights the optimizer steps. By what schedule and precision need:
+The masters (z in docs/concepts/weights.md) are the weights that the optimizer steps. Where they are depends on schedule
+and precision:
 
     one version            the masters are the replica's own parameters
-    several, no prediction the masters move to the slot of the version being written: n copies in all
-    several, prediction    the masters are a copy of their own, n + 1 in all: the working copies run ahead of them
-    working copies in a    the masters are a copy of their own, whatever the schedule: in them, a small update is not
-    coarser dtype          lost. Prediction then adds nothing
+    several, no prediction the masters move to the slot of the version being written: n copies in total
+    several, prediction    the masters are a separate copy, n + 1 in total: the working copies are ahead of them
+    working copies in a    the masters are a separate copy under every schedule, so that small updates are not lost.
+    coarser dtype          Prediction then needs no additional copy
 
-Where the replicas of a pipeline share the optimizer (ZeRO-1), a stage has masters only of the parameters it owns.
+If the replicas of a pipeline share the optimizer (ZeRO-1), a stage has masters only of the parameters that it owns.
 
-Buffers that a module keeps, such as the running means of BatchNorm, have one version, which every forward may write.
-What they were before a batch's first forward is remembered, because a run that is taken up begins with that batch.
+Buffers of a module, such as the running means of BatchNorm, have one version, which every forward may write. Their
+values before the first forward of a batch are saved, because a resumed run begins with that batch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from torch.func import functional_call
 
 
 class WeightVersions:
+    """The weight versions and masters of one stage."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -45,14 +48,18 @@ class WeightVersions:
         owned: Collection[str] | None = None,
         blank: bool = False,
     ) -> None:
-        """predicts: working copies run ahead of the masters, so that those have to be kept apart.
-        separate_masters: keep them apart anyway, for whoever compares two updates.
-        drifting: the only version is overwritten while microbatches are in flight, and their backwards read the
-        new weights (PACI). The masters then write through aliases that autograd does not watch.
-        dtype: of the working copies, but for parameters that their module names in `keeps_dtype`; None: that of the
-        module. gradient_dtype: that a batch's gradients are added up in; None: that of the working copies.
-        owned: names of the parameters to have masters of; None: all.
-        blank: the module's weights mean nothing: they will be restored, and take no memory before that."""
+        """Creates the versions.
+
+        predicts           working copies are ahead of the masters, so the masters must be separate
+        separate_masters   keep separate masters anyway, to compare two updates
+        drifting           the only version is overwritten while microbatches are in flight, and their backwards read
+                           the new weights (PACI). The masters then write through aliases that autograd does not track
+        dtype              dtype of the working copies, except for parameters that their module names in `keeps_dtype`;
+                           None means that of the module
+        gradient_dtype     dtype in which a batch's gradients are added up; None means that of the working copies
+        owned              names of the parameters that have masters here; None means all
+        blank              the module's weights are irrelevant: they will be restored, and use no memory before that
+        """
         trainable = _trainable(module)
         exempt = _exempt(module)
         names = [name for name in trainable if owned is None or name in owned]
@@ -60,7 +67,7 @@ class WeightVersions:
         self.is_partial = len(names) < len(trainable)
         self.separate_masters = self.is_mixed or ((predicts or separate_masters) and num_versions > 1)
         self.master_dtypes = {name: p.dtype for name, p in trainable.items()}
-        """Of all parameters, owned or not."""
+        """Dtype of the master of every parameter, owned or not."""
         self.newest = 0
         self._predicts, self._drifting = predicts and num_versions > 1, drifting
         if self.separate_masters and (self.is_mixed or self.is_partial):
@@ -81,7 +88,7 @@ class WeightVersions:
 
         self._buffers = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in owns}
         self._buffers_before: dict[int, dict[str, Tensor]] = {}
-        """By step: before its first forward."""
+        """Buffers by step, as they were before the first forward of the step."""
         self._slots = [module, *(replicate() for _ in range(num_versions - 1))]
         self._parameters = [_trainable(slot) for slot in self._slots]
         self._master_module = None
@@ -93,7 +100,7 @@ class WeightVersions:
             own = self._parameters[0]
             self.masters = {name: nn.Parameter(own[name].data) if is_alias else own[name] for name in names}
         self._summed: list[dict[str, Tensor]] = [{} for _ in self._slots]
-        """By slot: gradients that are added up in another dtype than their parameter's."""
+        """Gradients that are added up in another dtype than their parameter's, by slot."""
         if gradient_dtype is not None:
             for sums, parameters in zip(self._summed, self._parameters, strict=True):
                 for name, parameter in parameters.items():
@@ -114,23 +121,24 @@ class WeightVersions:
         return self._parameters[version % self.num_versions]
 
     def master_module(self) -> nn.Module | None:
-        """The module that computes with the masters, rounded to the dtype of the working copies: what is evaluated.
-        None: there is none, and `with_weights` has to be given them."""
+        """Returns the module that computes with the masters, rounded to the dtype of the working copies. It is used for
+        evaluation. None means that there is no such module. Then use `with_weights`."""
         return self._master_module if self._predicts else self._slots[self.newest % self.num_versions]
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> nn.Module:
-        """The stage's module with other weights than its versions have."""
+        """Returns the stage's module with other weights than those of its versions."""
         return _WithWeights(self._slots[self.newest % self.num_versions], weights)
 
     def remember_buffers(self, step: int) -> None:
-        """Before the first forward of a step."""
+        """Saves the buffers. Call it before the first forward of a step."""
         if self._buffers:
             self._buffers_before[step] = {name: buffer.clone() for name, buffer in self._buffers.items()}
             for old in [each for each in self._buffers_before if each < self.newest]:
                 del self._buffers_before[old]
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """Those that a module keeps, as the step after the newest update finds them."""
+        """Returns the buffers of the module, as they were before the first forward of the step after the newest
+        update."""
         return self._buffers_before.get(self.newest, self._buffers)
 
     @torch.no_grad()
@@ -139,7 +147,8 @@ class WeightVersions:
             buffer.copy_(buffers[name])
 
     def lags(self) -> list[int]:
-        """Of the versions that the masters do not tell: how many updates before the newest. 0: the newest itself."""
+        """Returns which versions the masters do not determine, as the number of updates before the newest. 0 is the
+        newest itself."""
         return [*([0] if self._predicts else []), *range(1, min(self.num_versions, self.newest + 1))]
 
     @torch.no_grad()
@@ -150,13 +159,14 @@ class WeightVersions:
         working: Sequence[Mapping[str, Tensor]],
         keeps: bool = False,
     ) -> None:
-        """masters: of all parameters, owned or not. working: versions, by how many updates before the newest. keeps:
-        the tensors, where they are what is wanted, and not copies of them."""
+        """Restores versions and masters. `masters` has all parameters, owned or not. `working` lists versions by the
+        number of updates before the newest. With `keeps`, tensors that fit are used without a copy."""
         self.newest = newest
         kept: set[int] = set()
 
         def put(parameter: nn.Parameter, weight: Tensor) -> None:
-            """A tensor is kept once: what else is to hold the same weights gets a copy."""
+            """Puts a weight into a parameter. A tensor is used without a copy only once. If other parameters need the
+            same weights, they get a copy."""
             is_like = (weight.dtype, weight.device) == (parameter.dtype, parameter.device) and weight.is_contiguous()
             if weight.shape != parameter.shape:
                 raise RuntimeError(f"weights of {tuple(weight.shape)} do not fit into {tuple(parameter.shape)}")
@@ -180,7 +190,8 @@ class WeightVersions:
                 master.data = self.parameters(newest)[name].data
 
     def take_gradients(self, version: int) -> dict[str, Tensor]:
-        """Hands over the gradient accumulated in a version, so that the next batch there starts from nothing."""
+        """Returns the gradient accumulated in a version and clears it, so that the next batch of this slot starts from
+        zero."""
         slot = version % self.num_versions
         gradients = {}
         for name, parameter in self._parameters[slot].items():
@@ -191,9 +202,11 @@ class WeightVersions:
         return gradients
 
     def open_next(self) -> dict[str, Tensor]:
-        """Begins the version after the newest, in the slot that retires, and returns its weights to be written.
+        """Begins the version after the newest, in the slot of the version that retires. Returns its weights, to be
+        written.
 
-        Where the masters live in the slots, they move there first."""
+        If the masters are in the slots, they move there first.
+        """
         target = self.next_weights()
         if self.num_versions > 1 and not self.separate_masters:
             newest = self.parameters(self.newest)
@@ -203,8 +216,8 @@ class WeightVersions:
         return target
 
     def next_weights(self) -> dict[str, Tensor]:
-        """Of the version that is being written. One that drifts is written while graphs that hold it are alive, so
-        autograd must not see it."""
+        """Returns the weights of the version that is being written. If versions drift, the weights are written while
+        graphs that hold them are alive, so autograd must not track the writes."""
         return {name: p.data if self._drifting else p for name, p in self.parameters(self.newest + 1).items()}
 
     def close_next(self) -> None:
@@ -212,6 +225,8 @@ class WeightVersions:
 
 
 class _WithWeights(nn.Module):
+    """A module that runs with other weights than its own."""
+
     def __init__(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._module, self._weights = module, dict(weights)
@@ -225,7 +240,8 @@ def _replica(parameter: nn.Parameter, blank: bool) -> nn.Parameter:
 
 
 def _placeholder(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """One number that stands for all of them: fresh memory is not free, even if nobody reads it."""
+    """Returns a tensor of the right shape that stores a single number. Allocating full memory has a cost, even if it is
+    never read."""
     return torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
 
 
@@ -236,7 +252,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 @torch.no_grad()
 def _add_to(sums: dict[str, Tensor], name: str, dtype: torch.dtype, parameter: Tensor) -> None:
-    """Moves what a backward left in `grad`."""
+    """Adds the gradient that a backward left in `grad` to the sums, and clears it."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     if name in sums:
@@ -250,7 +266,7 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _exempt(module: nn.Module) -> set[str]:
-    """Names of parameters that keep their dtype, because a module says so in `keeps_dtype`."""
+    """Returns the names of parameters that keep their dtype, because their module lists them in `keeps_dtype`."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()

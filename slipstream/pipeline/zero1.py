@@ -1,8 +1,8 @@
-"""Who steps what, where the replicas of a stage share its optimizer (ZeRO-1).
+"""Assigns parameters to replicas, if the replicas of a stage share its optimizer (ZeRO-1).
 
-Every parameter has an owner among the replicas. Gradients are summed to the owner alone, which keeps master weights and
-optimizer state of what it owns, makes that part of the update, and hands the new working copies to the others: straight
-into the slot of the version that retires.
+Every parameter has an owner among the replicas. Gradients are summed only to the owner. The owner keeps the master
+weights and the optimizer state of what it owns, makes that part of the update, and sends the new working copies to the
+other replicas, directly into the slot of the version that retires.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from .partition import Tied
 from .weight_versions import WeightVersions
 
 COLUMNS_OF_A_READ = 128
-"""A step that orthogonalises takes about as long for a matrix of so many rows or columns as one that works number by
-number: on an H200, 30 FLOPs a column for every number against some 30 bytes of memory traffic."""
+"""Number of rows or columns of a matrix at which its orthogonalisation takes about as long as an elementwise step. On
+an H200, it needs 30 FLOPs per column for every element, against about 30 bytes of memory traffic."""
 
 
 def assign_owners(
     parameters: Mapping[str, Tensor], elementwise: Mapping[str, bool], tied: Mapping[str, Tied], num_replicas: int
 ) -> dict[str, int]:
-    """Whole parameters, the dearest first, each to the replica that has least to do. The same on every replica.
+    """Returns the owner of every parameter. Whole parameters are assigned, the most expensive first, each to the
+    replica with the least work. The result is the same on every replica.
 
-    elementwise: whether the optimizer treats every number of a parameter alone. A tied weight is stepped alike on all
-    of its stages, from gradients that meet between the stages of one replica: of the first."""
+    `elementwise` says for each parameter whether the optimizer treats every element independently. Replica 0 owns all
+    tied weights: a tied weight must be stepped in the same way on all of its stages, and its gradients are exchanged
+    between the stages of one replica.
+    """
     costs = {name: _cost(parameter, elementwise[name]) for name, parameter in parameters.items()}
     owners = {name: 0 for name in parameters if name in tied}
     loads = [0.0] * num_replicas
@@ -53,7 +56,7 @@ def share(
     waiting: Waiting,
     aside: bool = False,
 ) -> None:
-    """Everybody gets what the owners have, in place."""
+    """Copies every tensor from its owner to the other replicas, in place."""
     names = sorted(tensors)
     values = [tensors[name].detach() for name in names]
     transport.share(values, [owners[name] for name in names], aside).wait(waiting)
@@ -67,7 +70,8 @@ def gather_masters(
     waiting: Waiting,
     aside: bool = False,
 ) -> dict[str, Tensor]:
-    """The masters of all parameters, whoever owns them, rounded to `dtypes`. Where owners are, all replicas call it."""
+    """Returns the masters of all parameters, from whichever replica owns them, converted to `dtypes`. If there are
+    owners, all replicas must call it."""
     masters = {
         name: versions.masters[name].detach().to(dtypes[name])
         if name in versions.masters

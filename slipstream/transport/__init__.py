@@ -1,1 +1,1 @@
-"""How stages start, find and reach each other. Everything that sends or receives is here."""
+"""Starts the stages and connects them. All code that sends or receives messages is in this package."""

@@ -1,8 +1,8 @@
-"""What a stage sees of the other stages.
+"""The interface through which a stage communicates with the other stages.
 
 A `Transport` has four links to the stage's neighbours (forward and backward, in and out), a gather over stages, sums
 over the replicas of the stage, and a place to record a failure. process.py implements it over torch.distributed, with
-shared memory on one machine and NCCL between GPUs; thread.py implements it over queues within one process.
+shared memory on one machine and NCCL between GPUs. thread.py implements it over queues within one process.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from torch import Tensor
 from .link import Link, Waiting
 
 _PIECE_ELEMENTS = 2**22
-"""Of a tied gradient: enough to keep a link busy, and 16 MiB in float32."""
+"""Number of elements of a tied gradient that are sent at a time. It is enough to keep a link busy, and 16 MiB in
+float32."""
 
 
 class Gathering(ABC):
-    """A gather under way."""
+    """A gather that has been started and may not be complete yet."""
 
     @abstractmethod
     def wait(self, waiting: Waiting) -> list[Tensor]:
-        """One tensor per stage, in the order of the stages."""
+        """Waits for the gather and returns one tensor per stage, in the order of the stages."""
 
 
 class Exchange(ABC):
-    """A sum over replicas, or what one hands to the others, under way."""
+    """A sum over replicas, or a broadcast between them, that has been started and may not be complete yet."""
 
     @abstractmethod
     def wait(self, waiting: Waiting) -> None:
-        """The tensors hold it."""
+        """Returns when the tensors hold the result."""
 
 
 class Transport(ABC):
+    """The connections of one stage to the other stages and to the other replicas."""
+
     stage: int
     num_stages: int
     replica: int = 0
     num_replicas: int = 1
-    """Copies of the whole pipeline. A stage's links and gathers stay within its own."""
+    """Number of copies of the whole pipeline. The links and gathers of a stage stay within its own replica."""
     timeout_seconds: float
     max_under_way: int = 1
-    """Messages that may be sent and not yet taken, on each link; more than that, and the sender waits."""
+    """Number of messages per link that may be sent but not yet taken. The sender waits if there are more."""
     forward_in: Link
     forward_out: Link
     backward_in: Link
@@ -52,18 +55,20 @@ class Transport(ABC):
 
     @abstractmethod
     def open_group(self, stages: tuple[int, ...]) -> None:
-        """Makes a gather over `stages` possible. All stages call it, members or not; all together are one already."""
+        """Makes a gather over `stages` possible. All stages call it, members or not. A gather over all stages needs no
+        call."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
-        """Starts to collect a tensor of one shape from each of `stages`. All of them call it, and wait for what comes
-        of it, in the same order."""
+        """Starts to collect a tensor of the same shape from each of `stages`. All of them call it, and wait for the
+        results, in the same order."""
 
     def add_stages(
         self, tensor: Tensor, stages: tuple[int, ...], waiting: Waiting, dtype: torch.dtype | None = None
     ) -> None:
-        """Adds up, in place and in the order of the stages, what each of `stages` has, in pieces, so that little memory
-        is needed. All of them call it, in the same order. dtype: that the pieces travel in; None: the tensor's own."""
+        """Adds up the tensors of `stages`, in place and in the order of the stages. All of them call it, in the same
+        order. The tensors are sent in pieces, so that little memory is needed. `dtype` is the type in which the pieces
+        are sent. None means the tensor's own."""
         flat = tensor.view(-1)
         for piece in flat.split(_PIECE_ELEMENTS):
             first, *others = self.gather(piece.to(dtype or piece.dtype, copy=True), stages).wait(waiting)
@@ -73,37 +78,39 @@ class Transport(ABC):
 
     @abstractmethod
     def add_replicas(self, tensors: Sequence[Tensor], owners: Sequence[int] | None = None) -> Exchange:
-        """Starts to add up, in place, what the replicas of this stage have. All of them call it, in the same order. The
-        sum has the same bits on all replicas; with `owners` only one of them gets it, and what the others are left with
-        means nothing."""
+        """Starts to add up the tensors of the replicas of this stage, in place. All replicas call it, in the same
+        order. The sum has the same bits on all replicas. With `owners`, only the owner of each tensor gets its sum, and
+        the contents of that tensor on the other replicas are undefined."""
 
     @abstractmethod
     def open_sharing(self) -> None:
-        """Makes it possible to share aside. All stages of all replicas call it."""
+        """Makes `share` with `aside=True` possible. All stages of all replicas call it."""
 
     @abstractmethod
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int], aside: bool = False) -> Exchange:
-        """Starts to overwrite every tensor with what its owner among the replicas of this stage has. All of them call
-        it, in the same order. aside: in an order of its own, whatever sums are under way."""
+        """Starts to overwrite every tensor with the copy that its owner among the replicas of this stage has. All
+        replicas call it, in the same order. With `aside`, these calls have an order of their own, independent of sums
+        that are in progress."""
 
     @abstractmethod
     def fail(self, message: str) -> str:
-        """Leaves word of a failure for all stages. The first word stands: it is returned."""
+        """Records a failure for all stages to see. Only the first failure is recorded. Returns the first failure."""
 
     def limit(self, what: Waiting) -> AbstractContextManager[None]:
-        """Around what a stage does between two waits: where that may never return, somebody looks after it."""
+        """Returns a context manager for the work of a stage between two waits. Where such work may never return, a
+        watchdog ends the process after a time limit."""
         return nullcontext()
 
     @abstractmethod
     def flush(self) -> None:
-        """Returns when everything sent has been taken; what follows may have other shapes."""
+        """Returns when everything sent has been taken. Later messages may have other shapes."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 def gather_objects(transport: Transport, value: bytes, waiting: Waiting) -> list[bytes]:
-    """Every stage's bytes, of any length, on every stage."""
+    """Gathers bytes of any length. Returns the bytes of every stage, on every stage."""
     stages = tuple(range(transport.num_stages))
     length = torch.tensor([len(value)], dtype=torch.int64)
     lengths = [int(part) for part in transport.gather(length, stages).wait(waiting)]

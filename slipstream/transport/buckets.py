@@ -1,4 +1,4 @@
-"""Groups small tensors into one message each, for exchanges between replicas."""
+"""Groups small tensors into larger messages, for exchanges between replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together: flat is what does."""
+    """Tensors that are sent in one message. `flat` holds their contents and is what is sent."""
 
     tensors: list[Tensor]
     owner: int | None
@@ -29,8 +29,9 @@ class Bucket:
 
 
 def make_buckets(tensors: Sequence[Tensor], owners: Sequence[int | None], is_staged: bool) -> list[Bucket]:
-    """Small tensors of a kind share a message; a large one has its own, and travels from where it lies, unless that is
-    a device that cannot be reached."""
+    """Groups tensors into buckets. Small tensors with the same owner and dtype share a message. A large contiguous
+    tensor is a message of its own and is sent without a copy, unless `is_staged`: then everything is copied to host
+    memory first, because the backend cannot reach the memory of the device."""
     found: list[tuple[int | None, list[Tensor]]] = []
     latest: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
     for tensor, owner in zip(tensors, owners, strict=True):
@@ -43,7 +44,7 @@ def make_buckets(tensors: Sequence[Tensor], owners: Sequence[int | None], is_sta
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Waits for the device; for what is done in the background."""
+    """Copies a tensor to host memory and waits until the copy is done. It blocks, so call it from background work."""
     copy = to_host(tensor)
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""What the environment says of how this process was started."""
+"""Reads from the environment variables how this process was started."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def under_torchrun() -> bool:
-    """Or srun, or by hand: as one of several processes that somebody else started."""
+    """Tells whether this process is one of several that a launcher started: torchrun, srun, or the user by hand."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -1,18 +1,18 @@
-"""The first failure of a run, recorded in the store that all processes share."""
+"""Records the first failure of a run in the store that all processes share."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 FAILURE = "failure"
-"""The key of the first word of one, in the store."""
+"""Key of the first failure in the store."""
 
 
 def leave_failure(store: dist.Store, message: str) -> str:
-    """The first word stands: it is returned."""
+    """Records a failure unless there is one already. Returns the first failure."""
     try:
         return store.compare_set(FAILURE, "", message).decode()
-    except (RuntimeError, ValueError):  # the store went down with its host
+    except (RuntimeError, ValueError):  # the store is gone, with the process that hosted it
         return message
 
 

@@ -1,7 +1,7 @@
-"""Starts the stages: one process each on this machine, one thread each in this process, or the world torchrun made.
+"""Starts the stages: one process each on this machine, one thread each in this process, or the processes of torchrun.
 
-`launch(worker, num_stages)` calls `worker(transport)` once per stage and returns what the workers returned, by stage. A
-stage that fails or dies ends all of them, with one message.
+`launch(worker, num_stages)` calls `worker(transport)` once per stage and returns the results of the workers, by stage.
+If a stage fails or dies, all of them end, with one message.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Worker = Callable[[Transport], Result]
 WorldWorker = Callable[[World], Result]
 
 GRACE_SECONDS = 5.0
-"""How long the other stages get to notice a failure and say what they waited for."""
+"""Number of seconds that the other stages have to notice a failure and to report what they waited for."""
 
 INTERRUPTED = "slipstream: interrupted, and ending when all is saved; once more ends it at once"
 
 MEETING_PAUSE = 0.01
-"""Seconds between two looks of the first process for the others."""
+"""Number of seconds between two checks of the first process for the others."""
 
 
 def launch(
@@ -71,24 +71,26 @@ def launch(
     share_gpu: bool = False,
     start_method: str | None = None,
 ) -> list[Result]:
-    """Calls `worker(transport)` once per stage and returns what the workers returned, by stage.
+    """Calls `worker(transport)` once per stage and returns the results of the workers, by stage.
 
-    num_replicas       copies of the whole pipeline, each with its share of every batch
+    num_replicas       number of copies of the whole pipeline; each computes its share of every batch
     placement          which processes have consecutive ranks: the stages of a replica ("pipeline"), or the replicas of
                        a stage ("replica")
-    threads            stages are threads of this process, not processes
+    threads            run the stages as threads of this process instead of as processes
     device             "cpu" or "cuda"
     timeout_seconds    how long a stage waits for another before it gives up
-    shared_memory      between processes of one machine, on CPUs; without it gloo, as between machines
+    shared_memory      use shared memory between processes of one machine, on CPUs; otherwise gloo, as between machines
     backend            "auto": NCCL between GPUs, gloo between CPUs; "gloo": also between GPUs, through host memory
-    share_gpu          more processes than GPUs, over NCCL: for tests
-    start_method       of processes, as multiprocessing names them
+    share_gpu          allow more processes than GPUs over NCCL, for tests
+    start_method       how multiprocessing starts processes: "fork", "spawn" or "forkserver"; None means the default
 
     Under torchrun this process is one stage of the existing group of processes, and the list holds only its result.
 
-    By default processes come from a clean process that has torch loaded. This needs a worker that can be pickled, such
-    as a function of a module. Any other worker is forked from here. That is safe only as long as nothing has been
-    computed here with more than one thread."""
+    By default, on Linux, the processes are forked from a clean server process that has torch loaded. This needs a
+    worker that can be pickled, such as a function of a module. Any other worker is forked from this process. That is
+    safe only as long as this process has not computed anything with more than one thread. On other systems processes
+    are spawned.
+    """
     mesh = Mesh(num_stages, num_replicas, placement)
     if under_torchrun() and not threads and (size := int(os.environ["WORLD_SIZE"])) != mesh.size:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
@@ -129,18 +131,16 @@ def launch_world(
     start_method: str | None = None,
     forwarded: Sequence[signal.Signals] = (),
 ) -> list[Result]:
-    """Calls `worker(world)` in every process: for runs that change their layout, see world.py.
+    """Calls `worker(world)` in every process. It is for runs that change their layout (see world.py).
 
-    mesh: of a world that takes on no other layout; its failures are told by stages. threads: stages as threads of this
-    process. shared_memory: between processes of one machine, on CPUs; without it gloo, as between machines. backend: of
-    torch.distributed; auto is NCCL between GPUs and gloo between CPUs, and gloo works between GPUs as well, through
-    their hosts' memory. share_gpu: processes may be more than GPUs, also over NCCL: a pipeline of GPUs to be tested on
-    one of them. start_method: of processes, as multiprocessing names them. forwarded: signals that this process
-    hands on to its stages, if it is told them: SIGINT as SIGTERM, and once.
-
-    By default processes come from a clean one that has torch loaded, which takes a worker that can be pickled, such as
-    a function of a module; any other worker is forked from here, and that is safe only as long as nothing has been
-    computed here with more than one thread."""
+    mesh               the layout of a world that never changes it; error messages then name stages instead of processes
+    threads            run the members as threads of this process
+    shared_memory      use shared memory between processes of one machine, on CPUs; otherwise gloo, as between machines
+    backend            "auto": NCCL between GPUs, gloo between CPUs; "gloo": also between GPUs, through host memory
+    share_gpu          allow more processes than GPUs over NCCL, to test a pipeline of GPUs on a single one
+    start_method       how multiprocessing starts processes; None means the default, as for `launch`
+    forwarded          signals that this process forwards to its stages. SIGINT is forwarded once, as SIGTERM
+    """
     device = torch.device(device)
     options = LaunchOptions(num_processes, mesh, device, timeout_seconds, shared_memory, backend, share_gpu)
     if threads:
@@ -152,7 +152,7 @@ def launch_world(
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """On which the members of a world meet."""
+    """The settings that all members of a world share."""
 
     size: int
     mesh: Mesh | None
@@ -170,7 +170,8 @@ class LaunchOptions:
         return f"process {rank}" if self.mesh is None else self.mesh.name(rank)
 
     def on_gpu(self, index: int) -> LaunchOptions:
-        """With a stage's own GPU, where they compute on GPUs and have one each."""
+        """Returns the options with the GPU of one stage as the device, where stages compute on GPUs. If several stages
+        may share a GPU, the index wraps around."""
         if self.device.type != "cuda":
             return self
         if self.share_gpu or self.backend == "gloo":
@@ -198,7 +199,7 @@ def _join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Resul
         result = _run_stage(worker, own_store, rank, options.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
         is_done = True
         return result
-    except PipelineError as error:  # another failed, and the rest are about to find out
+    except PipelineError as error:  # another stage failed, and the others are about to notice
         is_done, seconds = True, GRACE_SECONDS
         if isinstance(error.__cause__, PeerLost) and error.__cause__.is_silent:
             _end_later(own_store, set(range(world_size)) - {rank})
@@ -209,10 +210,10 @@ def _join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Resul
 
 
 def _take_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
-    """The process that keeps the store leaves last: the others may still have something to say or to read. world_size:
-    0 if that is not this one."""
+    """Marks this process as finished. The process that hosts the store waits for the others and leaves last, because
+    they may still write to the store or read from it. `world_size` is 0 if this process does not host the store."""
     deadline = time.monotonic() + timeout_seconds
-    with suppress(RuntimeError, ValueError):  # the store may be gone after all
+    with suppress(RuntimeError, ValueError):  # the store may be gone nevertheless
         store.set(f"left/{rank}", "")
         missing = set(range(1, world_size))
         while missing and time.monotonic() < deadline:
@@ -221,8 +222,9 @@ def _take_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: 
 
 
 def _end_later(store: dist.Store, ranks: Collection[int]) -> None:
-    """Has those processes of a failed run killed, on this machine, that do not end by themselves: one that was stopped
-    never hears of it. A process of its own does that, because this one has to leave for the others to notice."""
+    """Arranges that processes of a failed run on this machine are killed if they do not end by themselves: a stopped
+    process (SIGSTOP) never notices the failure. A separate process does this, because this one must end so that the
+    others notice."""
     with suppress(RuntimeError, ValueError, OSError):
         own = _identity(os.getpid())
         found = [json.loads(store.get(f"process/{rank}")) for rank in ranks if store.check([f"process/{rank}"])]
@@ -245,8 +247,8 @@ for pid, start in (word.split(":") for word in sys.argv[2:]):
 
 
 def _identity(pid: int) -> list[int | str] | None:
-    """The process, when it was started and on which machine: the number alone may be another's by now. None: nobody can
-    tell."""
+    """Returns the process id, its start time and the boot id of the machine. The process id alone may belong to another
+    process by now. None means that the system does not provide this information."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         return [pid, started, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
@@ -255,11 +257,12 @@ def _identity(pid: int) -> list[int | str] | None:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """A word that the processes of this start share, and those of no other.
+    """Returns a token that all processes of this start share and that no other start has.
 
-    torchrun's store outlives its restarts, with all that the stages before said in it: where they listened, and how
-    they failed. Its count of restarts tells them apart on one node; several nodes count each for itself. So everyone
-    comes with a word of its own, which no earlier process knew, and the first answers each of them with his.
+    torchrun's store outlives its restarts, and keeps what earlier processes wrote to it: their addresses and their
+    failures. The restart counter distinguishes the starts on one node, but every node has its own counter. So every
+    process publishes a random token of its own, which no earlier process knew. The first process answers each of them
+    with its own token, and all use that one.
     """
     own = secrets.token_hex(8)
     if rank > 0:
@@ -274,7 +277,8 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
             if store.check([f"meeting/{own}/{other}"]):
                 missing.discard(other)
             elif store.check([f"meeting/{other}"]) and (theirs := store.get(f"meeting/{other}")) not in answered:
-                # It may be an earlier process's, who hears nothing any more: then a later look finds another word.
+                # This may be the token of an earlier process, which does not read the answer any more. Then a later
+                # check finds the token of the new process.
                 store.set(f"meeting/answer to {theirs.decode()}", own)
                 answered.add(theirs)
         if missing and time.monotonic() > deadline:
@@ -287,7 +291,7 @@ def _run_stage(worker: WorldWorker[Result], store: dist.Store, rank: int, option
     if options.device.type == "cuda":
         if options.share_gpu:
             pretend_to_be_a_host(rank)
-        # Of autograd's threads, each of which begins without one.
+        # Autograd's threads cause this warning, because each of them starts without a CUDA context.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         torch.cuda.set_device(options.device)
     world = ProcessWorld(
@@ -341,11 +345,12 @@ def _launch_processes(
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        # Here and not in a stage, so that the word a dying stage leaves outlives it; and after the fork, which must
-        # not copy the store's threads.
+        # The store is in this process and not in a stage, so that the message of a dying stage outlives the stage. It
+        # is made after the fork, which must not copy the store's threads.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
-            with suppress(BrokenPipeError, ConnectionResetError):  # killed already, which _collect will find
+            # If the process was killed already, _collect will notice.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 pipe.send(store.port)
         with _forwarding(forwarded, processes):
             return _collect(processes, pipes, store, options)
@@ -365,9 +370,11 @@ def _no_room(options: LaunchOptions, rank: int, error: Exception) -> StageFailur
 
 @contextmanager
 def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """SIGINT is handed on as SIGTERM, so that the stages end in their own way; a second one ends them at once."""
+    """Forwards signals to the stages. SIGINT is forwarded as SIGTERM, so that the stages end in their own way. A second
+    SIGINT ends them at once."""
     was_interrupted = False
-    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+    # Python allows signal handlers only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -386,7 +393,7 @@ def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProce
     try:
         yield
     except StageFailure:
-        if was_interrupted:  # before a stage could hear of it
+        if was_interrupted:  # before a stage could react to it
             raise KeyboardInterrupt from None
         raise
     finally:
@@ -397,7 +404,7 @@ def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProce
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """A shell has its background jobs ignore interrupts."""
+    """Tells whether a signal is SIGINT and is ignored. A shell starts its background jobs with SIGINT ignored."""
     return number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -410,8 +417,10 @@ def _can_pickle(worker: WorldWorker[Any]) -> bool:
 
 
 def _process_main(worker: WorldWorker[Any], rank: int, options: LaunchOptions, pipe: Connection) -> None:
-    gc.freeze()  # what came with a fork is the parent's: its threads are not here, and to collect them could abort
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages
+    # Objects inherited by a fork belong to the parent: their threads do not exist here, and collecting them could
+    # abort.
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages itself
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=options.timeout)
@@ -428,7 +437,8 @@ def _process_main(worker: WorldWorker[Any], rank: int, options: LaunchOptions, p
 
 
 def die_with_parent() -> None:
-    """A parent that was killed cannot end its stages; without it they would train on unseen."""
+    """Ends this process when its parent dies. A parent that was killed cannot end its stages, and without this they
+    would continue to train unnoticed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -472,7 +482,8 @@ def _cause_of_death(stage: str, exit_code: int | None) -> str:
 
 
 def _summarise(failures: dict[int, tuple[str, str]], store: dist.Store) -> StageFailure:
-    """One message: what happened first, and how a stage died if it could not say so itself."""
+    """Combines the failures into one message: the first failure, and the cause of death of a stage that could not
+    report it."""
     first = read_failure(dist.PrefixStore("slipstream", store)) or next(iter(failures.values()))[0]
     deaths = [
         message for message, _ in failures.values() if " was killed by " in message or " without a word" in message
@@ -492,9 +503,9 @@ def _launch_threads(worker: WorldWorker[Result], options: LaunchOptions) -> list
     def run(rank: int) -> None:
         try:
             everyone.wait()
-        except threading.BrokenBarrierError:  # another could not be started
+        except threading.BrokenBarrierError:  # another thread could not be started
             return
-        torch.set_num_threads(num_threads)  # OpenMP starts every thread with a limit of its own
+        torch.set_num_threads(num_threads)  # OpenMP has a separate limit for every thread
         world = ThreadWorld(layouts, rank)
         try:
             results[rank] = worker(world)

@@ -1,4 +1,4 @@
-"""What a link is: one direction of one edge between two stages, a FIFO with one sender and one receiver."""
+"""Defines a link: one direction of the edge between two stages, a FIFO with one sender and one receiver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 Message = tuple[Tensor, ...]
 Waiting = Callable[[], str]
-"""Says what a stage waits for; called only when the wait fails."""
+"""Function that describes what a stage waits for. It is called only when the wait fails."""
 
 _NOT_USERS = [Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib"))]
 _DTYPES = (
@@ -24,13 +24,13 @@ _DTYPES = (
 
 
 class PeerLost(RuntimeError):
-    """Another stage is gone, or silent for too long."""
+    """Raised when another stage is gone, or has been silent for too long."""
 
     is_silent: bool = False
 
 
 def peer_lost(stage: int, peer: int | None, silent_seconds: float | None, waiting: Waiting) -> PeerLost:
-    """silent_seconds: how long the peer has been silent; None if it is gone."""
+    """Makes a PeerLost error. `silent_seconds` is how long the peer has been silent. None means that it is gone."""
     other = "another stage" if peer is None else f"stage {peer}"
     reason = f"{other} is gone" if silent_seconds is None else f"{other} has been silent for {silent_seconds:g} s"
     lost = PeerLost(f"{reason}: stage {stage} was waiting for {waiting()}")
@@ -39,7 +39,8 @@ def peer_lost(stage: int, peer: int | None, silent_seconds: float | None, waitin
 
 
 def place_of(error: BaseException) -> str:
-    """Where in the user's code it happened: the innermost frame that is neither ours nor a library's."""
+    """Describes where in the user's code an error occurred: the innermost frame that belongs neither to slipstream nor
+    to a library."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
     return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
@@ -50,25 +51,26 @@ def _is_users(file: Path) -> bool:
 
 
 class Link(ABC):
-    """`kind` names a stream of messages of one shape: training or evaluation."""
+    """One end of a link. `kind` names a stream of messages of one shape: training or evaluation."""
 
     @abstractmethod
     def send(self, kind: str, message: Message, waiting: Waiting) -> None:
-        """Starts to send, and returns at once unless too much is under way."""
+        """Starts to send a message. Returns at once, unless too many messages are in progress."""
 
     @abstractmethod
     def expect(self, kind: str) -> None:
-        """Announces that the next message but those announced before will be of this kind, so that it can be received
-        into place while the stage computes."""
+        """Announces the kind of one more message. Messages arrive in the order in which they are announced. The
+        announcement lets the link receive the message while the stage computes."""
 
     @abstractmethod
     def take(self, waiting: Waiting) -> Message:
-        """The next message, in tensors nobody else holds."""
+        """Waits for the next message and returns it, in tensors that nothing else refers to."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape and type of every tensor of a message; the first message of a kind is preceded by it."""
+    """The shape and dtype of every tensor of a message. It is sent before the first message of a kind, or over NCCL
+    before every message."""
 
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 

@@ -1,4 +1,4 @@
-"""Which rank is which stage of which replica."""
+"""Maps ranks to stages and replicas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """Which rank is which stage of which replica."""
+    """A layout of stages x replicas: it says which rank is which stage of which replica."""
 
     num_stages: int
     num_replicas: int = 1
     placement: str = "pipeline"
-    """pipeline: the stages of a replica have consecutive ranks, so that neighbours are close. replica: those of a stage
-    in all replicas have."""
+    """Choice of the processes that have consecutive ranks. "pipeline": the stages of a replica, so that neighbours are
+    close. "replica": the replicas of a stage."""
 
     @property
     def size(self) -> int:
@@ -29,7 +29,7 @@ class Mesh:
         return f"stage {stage}" if self.num_replicas == 1 else f"stage {stage} of replica {replica}"
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The replica and the stage."""
+        """Returns the replica and the stage of a rank."""
         if self.placement == "pipeline":
             return divmod(rank, self.num_stages)
         stage, replica = divmod(rank, self.num_replicas)

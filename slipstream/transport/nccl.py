@@ -1,33 +1,35 @@
-"""Links and sums between GPUs over NCCL, arranged so that they cannot hang.
+"""Links and sums between GPUs over NCCL, arranged so that they cannot deadlock.
 
-A send, a receive or a collective of NCCL is a kernel on every rank that takes part. It occupies multiprocessors and
-spins until the kernels of the others are there. Meanwhile much of CUDA waits for the whole device and holds a lock of
-the driver until then: the first launch of a kernel, the first product of cuBLAS, memory that is freed
-(benchmarks/device_waits.py). So a rank can be kept from launching its side of an operation by its own device, which
-spins in another operation, whose other side is kept back in the same way. Then nothing moves ever again. Even a call
-that has launched its kernel may be kept from returning, because it makes an event afterwards. Five rules exclude this,
-whatever is loaded, compiled, allocated or freed at any time:
+A send, a receive or a collective of NCCL is a kernel on every rank that takes part. The kernel occupies multiprocessors
+and spins until the kernels of the other ranks run. Meanwhile, several CUDA calls wait for the whole device and hold a
+lock of the driver while they wait: the first launch of a kernel, the first product of cuBLAS, and freeing memory
+(benchmarks/device_waits.py). So a rank can be kept from launching its side of an operation by its own device, because
+the device spins in another operation, whose other side is blocked in the same way. This is a deadlock. Even a call that
+has launched its kernel may be kept from returning, because it creates an event afterwards. Five rules exclude
+deadlocks, no matter what is loaded, compiled, allocated or freed at any time:
 
-1. Communicators are made and connected before the first action, in one order for all ranks, because both are meetings
-   of the hosts.
-2. An operation is launched only when what every rank gives to it is ready on its device.
-3. No stream waits for another rank. A thread of the host waits until a message has arrived or a sum is there, and only
-   then is work enqueued that needs it. So no queue of the device is ever blocked by a rank that is late.
-4. A rank takes part in one launch at a time. It has one turn to give: an operation takes those of all its ranks, in
-   ascending order, before the first of them launches. A rank gives it back when its own call has returned.
-5. What hosts tell each other, and how they take turns, goes over sockets and gloo, which need no device.
+1. Communicators are created and connected before the first action, in the same order on all ranks, because the hosts of
+   all ranks must take part in both.
+2. An operation is launched only when the inputs of every rank are ready on its device.
+3. No stream waits for another rank. A thread of the host waits until a message has arrived or a sum is complete, and
+   only then enqueues work that needs it. So a late rank never blocks a queue of the device.
+4. A rank takes part in one launch at a time. Every rank has one lock, its turn. An operation acquires the turns of all
+   its ranks, in ascending order of rank, before the first of them launches. A rank releases its turn when its own call
+   has returned.
+5. Messages between hosts, including those that coordinate turns, go over sockets and gloo, which need no device.
 
-Why they suffice: let t(X) be the moment at which operation X had all its turns. A rank A that waits for its device
-waits for kernels whose other sides are launched, which end when their bytes have passed; or for some X that A has
-launched and B has not. B holds its turn for X at least until it has launched. If B is held up too, it is by some Y
-that B launched and C did not, and B got its turn for X after that launch: so t(Y) < t(X). From rank to rank the moments
-lie further back, so the waits cannot close a circle; the last of them has nothing to wait for, launches, and all end
-one after the other. Turns are taken in one order, so nobody waits in a circle for those.
-tests/pipeline/test_nccl_rules.py plays this through every order of events, with hosts that may be held up at any
-moment, and finds the deadlocks that appear once rule 4 is weakened.
+Why these rules suffice: let t(X) be the time at which operation X had acquired all its turns. Consider a rank A that
+waits for its device. Either it waits for kernels whose other sides are launched; these end when their bytes are
+transferred. Or it waits for some X that A has launched and B has not. B holds its turn for X at least until it has
+launched. If B is blocked too, it is blocked by some Y that B launched and C did not. B got its turn for X after that
+launch, so t(Y) < t(X). From rank to rank these times get earlier, so the waits cannot form a cycle. The last rank of
+the chain has nothing to wait for: it launches, and then all the others finish one after the other. Turns are acquired
+in one global order, so waiting for turns cannot form a cycle either. tests/pipeline/test_nccl_rules.py plays through
+every order of events, with hosts that may be blocked at any moment, and finds the deadlocks that appear when rule 4 is
+weakened.
 
-The rules also keep multiprocessors free: a kernel of NCCL runs for as long as its bytes take, and not for as long as
-the slower stage computes.
+The rules also keep multiprocessors free: an NCCL kernel runs only for as long as its transfer takes, and not for as
+long as the slower stage computes.
 """
 
 from __future__ import annotations
@@ -48,15 +50,18 @@ from .streams import await_device, borrow_stream, look_until
 from .wire import Wire
 
 FOREVER = timedelta(days=365)
-"""Time-out of groups whose waits are timed elsewhere: NCCL ends a process that exceeds its own with a core dump."""
+"""Time-out of groups whose waits have a time limit elsewhere. If NCCL's own time-out expires, NCCL ends the process
+with a core dump."""
 LINK_BLOCKS = 2
-"""Thread blocks, and so at most as many multiprocessors, that one transfer between stages may occupy."""
+"""Number of thread blocks, and so the maximum number of multiprocessors, that one transfer between stages may
+occupy."""
 _END, _TAKE, _TAKEN = -1, -2, -3
 
 
 def prepare_environment() -> None:
-    """Leaves time-outs and errors to us, and connects all algorithms when a communicator is made. Settings of the user
-    win. Call it before the first communicator."""
+    """Sets environment variables of NCCL. They leave time-outs and errors to slipstream, and make NCCL connect all
+    algorithms when a communicator is created. Variables that the user has set are kept. Call it before the first
+    communicator."""
     for name, value in {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -68,30 +73,31 @@ def prepare_environment() -> None:
 
 
 def pretend_to_be_a_host(rank: int) -> None:
-    """Lets several ranks share a GPU, which NCCL refuses within one host. They then reach each other over sockets, as
-    hosts do. Call it before the first communicator."""
+    """Lets several ranks share a GPU, which NCCL refuses within one host. Each rank claims to be a host of its own, so
+    that they communicate over sockets. Call it before the first communicator."""
     os.environ["NCCL_HOSTID"] = f"slipstream-{rank}"
     for name, value in {
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_NTHREADS": "2",  # with these two, half as fast again on one machine
+        "NCCL_SOCKET_NTHREADS": "2",  # these two settings make it 1.5 times as fast on one machine
         "NCCL_NSOCKS_PERTHREAD": "4",
     }.items():
         os.environ.setdefault(name, value)
 
 
 def new_group(ranks: Sequence[int], device: torch.device, max_blocks: int | None) -> dist.ProcessGroup:
-    """A communicator, connected when this returns. Every rank makes every group, in the same order."""
+    """Creates a communicator, which is connected when this returns. Every rank creates every group, in the same
+    order."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if max_blocks is not None:
         options.config.max_ctas = max_blocks
-    with warnings.catch_warnings():  # the options have a time-out too, which has no public name and does not count
+    with warnings.catch_warnings():  # the options have a time-out too, but it has no public name and no effect
         warnings.filterwarnings("ignore", "backend_options._timeout was specified")
         return dist.new_group(list(ranks), backend="nccl", timeout=FOREVER, pg_options=options, device_id=device)
 
 
 class NcclLink(Link):
-    """One end of one direction between two neighbours, with a thread of its own that sends, or receives."""
+    """One end of one direction between two neighbours. It has a thread that sends or receives."""
 
     def __init__(
         self,
@@ -106,8 +112,8 @@ class NcclLink(Link):
         timeout_seconds: float,
         sends: bool,
     ) -> None:
-        """group: a communicator of the two, of this direction alone. turn: this rank's. is_lower: in rank, than the
-        peer."""
+        """`group` is a communicator of the two ranks, for this direction only. `turn` is the lock of this rank (rule
+        4). `is_lower` says whether this rank is lower than the peer's."""
         self._group, self._wire, self._turn, self._device = group, wire, turn, device
         self._stage, self._peer, self._peer_rank, self._is_lower = stage, peer, peer_rank, is_lower
         self._timeout_seconds, self._sends = timeout_seconds, sends
@@ -124,7 +130,7 @@ class NcclLink(Link):
         )
 
     def connect(self) -> None:
-        """Passes one number, so that both ends are connected, and starts to work."""
+        """Sends one number, so that both ends are connected, and starts the thread."""
         number = torch.zeros(1, device=self._device)
         operation = dist.isend if self._sends else dist.irecv
         work = operation(number, self._peer_rank, group=self._group)
@@ -145,8 +151,8 @@ class NcclLink(Link):
         self._outgoing.put((message, ready))
 
     def expect(self, kind: str) -> None:
-        """A message is received as soon as it is ready, whether or not it has been announced. The schedule bounds how
-        many there can be."""
+        """Does nothing: a message is received as soon as it is ready, announced or not. The schedule bounds the number
+        of messages that can be waiting."""
 
     def take(self, waiting: Waiting) -> Message:
         try:
@@ -173,7 +179,7 @@ class NcclLink(Link):
             raise peer_lost(self._stage, self._peer, None, waiting) from self._error
 
     def close(self) -> None:
-        """After a flush. The receiving end hears of it from the sending one."""
+        """Ends the thread. Call it after a flush. The sending end notifies the receiving end."""
         if self._sends:
             self._outgoing.put(None)
         self._thread.join(self._timeout_seconds)
@@ -186,7 +192,7 @@ class NcclLink(Link):
         try:
             with torch.cuda.stream(borrow_stream(self, self._device, priority=-1)):
                 work()
-        except Exception as error:  # for the stage, when it next asks
+        except Exception as error:  # the stage gets this error at its next call
             with self._sent:
                 self._error = error
                 self._sent.notify_all()
@@ -198,7 +204,7 @@ class NcclLink(Link):
             look_until(ready)
             spec = Spec.of(message).encode()
             self._transfer(dist.isend, message, spec)
-            del item, message  # the sender keeps its memory no longer than it has to
+            del item, message  # free the memory of the message as soon as possible
             with self._sent:
                 self._num_unsent -= 1
                 self._sent.notify_all()
@@ -213,8 +219,8 @@ class NcclLink(Link):
             del message
 
     def _transfer(self, operation: Callable[..., dist.Work | None], message: Message, spec: Sequence[int] = ()) -> None:
-        """Launches this side once both ranks have given it their turns, and returns when the bytes have passed. spec:
-        of the sender, which tells it to the receiver, and so begins."""
+        """Launches this side when the turns of both ranks are acquired, and returns when the bytes are transferred.
+        `spec` is given on the sender only. The sender starts the exchange by sending it to the receiver."""
         if self._is_lower:
             with self._turn:
                 self._wire.tell(*(spec or (_TAKE,)))
@@ -236,7 +242,7 @@ class NcclLink(Link):
 
 
 class Circle:
-    """Ranks that take part in collectives, one after the other. Whoever calls waits until each is over."""
+    """A group of ranks that run collectives, one after the other. Every call waits until its collective is complete."""
 
     def __init__(
         self,
@@ -249,7 +255,8 @@ class Circle:
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
-        """group: the communicator. hosts: the same ranks, over gloo. turn: this rank's."""
+        """`group` is the communicator. `hosts` has the same ranks, over gloo. `turn` is the lock of this rank (rule
+        4)."""
         self.group, self._hosts, self._turn, self._stage, self._device = group, hosts, turn, stage, device
         self._timeout_seconds, self._timeout = timeout_seconds, timedelta(seconds=timeout_seconds)
         members = sorted(ranks)
@@ -259,7 +266,7 @@ class Circle:
         self._first, self._size = members[0], len(members)
 
     def connect(self) -> None:
-        """Every kind of collective once, so that nothing is left to be set up later."""
+        """Runs every kind of collective once, so that nothing remains to be set up later."""
         number = torch.zeros(self._size, device=self._device)
         for post in (
             lambda: dist.all_reduce(number, group=self.group, async_op=True),
@@ -273,9 +280,10 @@ class Circle:
         await_device(self._stage, self._timeout_seconds, lambda: "the connections between replicas or tied stages")
 
     def run(self, launch: Callable[[], Sequence[dist.Work | None]], waiting: Waiting) -> None:
-        """Returns when what was launched is over on this rank's device. All ranks call it, in the same order."""
+        """Launches a collective and returns when it is complete on this rank's device. All ranks call it, in the same
+        order."""
         await_device(self._stage, self._timeout_seconds, waiting)
-        self._meet(waiting)  # before anybody takes a turn, so that turns are held for a moment only
+        self._meet(waiting)  # before any rank takes its turn, so that turns are held only briefly
         word = torch.zeros(1)
         if self._lower is not None:
             self._wait(dist.irecv(word, self._lower, group=self._hosts), waiting)
@@ -290,7 +298,7 @@ class Circle:
         await_device(self._stage, self._timeout_seconds, waiting)
 
     def _meet(self, waiting: Waiting) -> None:
-        """Returns when all ranks have come here."""
+        """Returns when all ranks have called it."""
         self._wait(dist.all_reduce(torch.zeros(1), group=self._hosts, async_op=True), waiting)
 
     def _wait(self, work: dist.Work | None, waiting: Waiting) -> None:

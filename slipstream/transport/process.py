@@ -1,8 +1,8 @@
-"""`ProcessTransport`: one stage per process, over torch.distributed.
+"""Implements `ProcessTransport`: one stage per process, over torch.distributed.
 
 On CPUs it uses gloo, and shared memory between processes of one machine (shared_memory.py). Between GPUs it uses NCCL,
-under the rules in nccl.py that keep it from hanging. Each gloo link has a process group of its own, so messages only
-need to be in order within a link.
+with the rules in nccl.py that prevent deadlocks. Each gloo link has a process group of its own, so messages only need
+to be in order within a link.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEADER_LENGTH = 256
 
 @dataclass(frozen=True)
 class BrokenWork:
-    """A send or receive that could not even be started."""
+    """A send or receive that could not be started. It raises its error in `wait`."""
 
     error: RuntimeError
 
@@ -46,10 +46,13 @@ class BrokenWork:
 
 
 class ProcessLink(Link):
+    """One end of a link between two processes, over torch.distributed."""
+
     def __init__(
         self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup, device: torch.device, pinned: bool
     ) -> None:
-        """device: of the messages. pinned: they are received where a GPU can copy them from."""
+        """`device` is where the messages are. With `pinned`, they are received into pinned memory, from which a GPU can
+        copy."""
         self._transport, self._peer, self._group = transport, peer, group
         self._device, self._pinned = device, pinned
         self._specs: dict[str, Spec] = {}
@@ -76,16 +79,19 @@ class ProcessLink(Link):
 
     def _send(self, message: Message, waiting: Waiting) -> None:
         works = [self._start(dist.isend, tensor) for tensor in message]
-        self._sending.append((works, message, waiting))  # a work dropped too early takes its message with it
+        # This keeps the message alive: it would be freed together with a work object that is dropped too early.
+        self._sending.append((works, message, waiting))
 
     def _finish_oldest(self) -> None:
-        """Only a wait tells that a gloo send is done: so it is asked when the message must have been taken long ago."""
+        """Waits for the oldest send. Waiting is the only way to learn that a gloo send is complete. So this is called
+        only at a flush, or when the message must have been taken long ago."""
         works, _, waiting = self._sending.popleft()
         for work in works:
             self._transport.wait(work, waiting, self._peer)
 
     def _start(self, operation: Callable[..., Any], tensor: Tensor) -> dist.Work | BrokenWork:
-        """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
+        """Starts a send or receive. A peer that is gone does not raise an error here. It raises one in `wait`, where
+        the message can say what the stage waited for."""
         try:
             return operation(tensor, self._transport.rank_of(self._peer), group=self._group)
         except RuntimeError as error:
@@ -96,8 +102,9 @@ class ProcessLink(Link):
         self._post()
 
     def _post(self) -> None:
-        """Posts what is expected, in order, as far as its shape is known: into fresh tensors, because a receive does
-        not bump a tensor's version counter, and an older microbatch's graph may hold the last one."""
+        """Posts the receives of expected messages, in order, as far as their shapes are known. They go into fresh
+        tensors: a receive does not increase a tensor's version counter, and the graph of an older microbatch may still
+        hold the previous tensor."""
         while self._expected and (spec := self._specs.get(self._expected[0])) is not None:
             self._expected.popleft()
             message = tuple(
@@ -124,10 +131,12 @@ class ProcessLink(Link):
         self._specs.clear()
 
     def close(self) -> None:
-        """Its group goes with all others."""
+        """Does nothing: the transport destroys all groups together."""
 
 
 class ProcessGathering(Gathering):
+    """A gather over gloo."""
+
     def __init__(
         self,
         transport: ProcessTransport,
@@ -146,7 +155,7 @@ class ProcessGathering(Gathering):
 
 @dataclass(frozen=True)
 class CircleGathering(Gathering):
-    """Over NCCL."""
+    """A gather over NCCL."""
 
     circle: Circle
     tensor: Tensor
@@ -163,6 +172,8 @@ class CircleGathering(Gathering):
 
 @dataclass(frozen=True)
 class AssemblyGathering(Gathering):
+    """A gather through an Assembly, between processes of one machine."""
+
     assembly: Assembly
     tensor: Tensor
     num_stages: int
@@ -172,6 +183,8 @@ class AssemblyGathering(Gathering):
 
 
 class ReplicaExchange(Exchange):
+    """A sum or broadcast of buckets between the replicas of a stage."""
+
     def __init__(
         self,
         transport: ProcessTransport,
@@ -180,8 +193,8 @@ class ReplicaExchange(Exchange):
         receives: bool,
         circle: Circle | None,
     ) -> None:
-        """receives: whether the replicas that do not own a bucket are those that get it. circle: over NCCL, where
-        nothing starts before all replicas wait for it."""
+        """`receives` says who gets a bucket: the replicas that do not own it (True) or its owner (False). `circle` is
+        given over NCCL: there nothing starts before all replicas wait for it."""
         self._transport, self._buckets, self._receives = transport, buckets, receives
         self._circle, self._start = circle, start
         self._works = [present(start(bucket)) for bucket in buckets] if circle is None else []
@@ -197,9 +210,11 @@ class ReplicaExchange(Exchange):
 
 
 class ProcessTransport(Transport):
-    """One stage of one replica per process. Where stages share a machine and compute on CPUs, torch.distributed stays
-    out of it until it is needed, for replicas or tied weights: every group of gloo's has a thread that wakes a hundred
-    times a second."""
+    """The transport of one stage of one replica, which has a process of its own.
+
+    Where stages share a machine and compute on CPUs, torch.distributed is not initialised until replicas or tied
+    weights need it: every gloo group has a thread that wakes up a hundred times a second.
+    """
 
     def __init__(
         self,
@@ -214,8 +229,12 @@ class ProcessTransport(Transport):
         failures: dist.Store | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """backend: auto is NCCL between GPUs and gloo between CPUs. is_staged: messages go through the hosts' memory;
-        None: if the backend cannot reach a GPU's. failures: where to leave word of one; None: in the store."""
+        """Connects this stage with the others.
+
+        backend    "auto": NCCL between GPUs and gloo between CPUs
+        is_staged  send messages through host memory; None means: if the backend cannot access the memory of a GPU
+        failures   the store in which to record failures; None means `store`
+        """
         self._watchdog = watchdog
         self._backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
         self._is_staged = (device.type == "cuda" and self._backend == "gloo") if is_staged is None else is_staged
@@ -228,9 +247,9 @@ class ProcessTransport(Transport):
         self._links: list[ProcessLink | SharedMemoryLink | StagedLink | NcclLink] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._circles: dict[tuple[int, ...], Circle] = {}
-        """By stages: those that hold tied weights, over NCCL."""
+        """Groups for collectives over NCCL, by the stages that hold the same tied weights."""
         self._turn = threading.Lock()
-        """Over NCCL: see there."""
+        """Lock of this rank for launches over NCCL (rule 4 in nccl.py)."""
         self._assembly: Assembly | None = None
         self._replicas: dist.ProcessGroup | Circle | None = None
         self._sharing: dist.ProcessGroup | Circle | None = None
@@ -249,7 +268,7 @@ class ProcessTransport(Transport):
             self._meet_all("the others to make their connections")
 
     def _group_of_replicas(self) -> dist.ProcessGroup | Circle:
-        """This stage's; every process makes those of all stages."""
+        """Creates the groups of replicas of all stages, as every process must. Returns that of this stage."""
         groups = []
         for stage in range(self.num_stages):
             ranks = tuple(self._mesh.rank(replica, stage) for replica in range(self.num_replicas))
@@ -257,7 +276,7 @@ class ProcessTransport(Transport):
         return present(groups[self.stage])
 
     def _new_circle(self, ranks: tuple[int, ...], max_blocks: int | None = None) -> Circle | None:
-        """None: this process is not among the ranks."""
+        """Creates a Circle. None means that this process is not among the ranks."""
         hosts = self._new_group(ranks, "gloo")
         group = new_nccl_group(ranks, self.device, max_blocks)
         if self._rank not in ranks:
@@ -270,11 +289,11 @@ class ProcessTransport(Transport):
         return dist.PrefixStore(f"replica {replica}", self.store)
 
     def _open_edges(self, replica: int, ends: dict[int, Ends], is_local: bool) -> None:
-        """A replica's links, and its gather over all stages. Every process does so for every replica, because a process
-        group is made by all of them."""
+        """Opens the links of a replica, and its gather over all stages. Every process does so for every replica,
+        because all processes must take part in creating a process group."""
         store, is_own = self._store_of(replica), replica == self.replica
         is_shared = shared_edges(store, self.num_stages) if is_local else [False] * (self.num_stages - 1)
-        # Edges that have no stage in common are opened at the same time.
+        # Order the edges so that edges without a common stage can be opened at the same time.
         for edge in sorted(range(self.num_stages - 1), key=lambda edge: edge % 2):
             ranks = self._mesh.rank(replica, edge), self._mesh.rank(replica, edge + 1)
             is_end = is_own and self.stage in (edge, edge + 1)
@@ -342,14 +361,14 @@ class ProcessTransport(Transport):
         return StagedLink(ProcessLink(self, peer, group, torch.device("cpu"), self.device.type == "cuda"), self.device)
 
     def rank_of(self, stage: int) -> int:
-        """In this replica."""
+        """Returns the rank of a stage in this replica."""
         return self._mesh.rank(self.replica, stage)
 
     def _join(self) -> None:
         self._num_joined += 1
         dist.init_process_group(
             "gloo",
-            # A store remembers what was said the last time.
+            # The store still holds the entries of the previous group.
             store=dist.PrefixStore(f"group {self._num_joined}", self.store),
             rank=self._rank,
             world_size=self._mesh.size,
@@ -358,7 +377,8 @@ class ProcessTransport(Transport):
 
     @contextmanager
     def process_group(self) -> Iterator[None]:
-        """torch.distributed for a while, for whoever needs it; all stages ask for it together."""
+        """Initialises torch.distributed for the duration of the block, for code that needs it. All stages must call it
+        together."""
         if dist.is_initialized():
             yield
             return
@@ -372,7 +392,8 @@ class ProcessTransport(Transport):
         return self.max_under_way
 
     def _new_group(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-        """Every rank makes every group, in the same order, whether or not it is a member: torch asks for that."""
+        """Creates a process group. Every rank creates every group, in the same order, whether or not it is a member:
+        torch requires that."""
         if not dist.is_initialized():
             self._join()
         return dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
@@ -399,7 +420,7 @@ class ProcessTransport(Transport):
         if len(stages) == self.num_stages:
             if self._assembly is not None and tensor.nbytes * self.num_stages <= Assembly.MAX_BYTES:
                 return AssemblyGathering(self._assembly, tensor, self.num_stages)
-            if (stages, backend) not in self._groups:  # only where there is one replica
+            if (stages, backend) not in self._groups:  # happens only with one replica
                 self._open(0, stages, backend)
         group, device = self._groups[stages, backend], tensor.device
         if tensor.is_cuda:
@@ -451,13 +472,13 @@ class ProcessTransport(Transport):
         return leave_failure(self._failures, message)
 
     def _meet_all(self, what: str) -> None:
-        """Over NCCL, where connections are made and taken down by all ranks together, and nothing else is done
-        meanwhile."""
+        """Waits for all ranks, over NCCL only: there all ranks create and destroy connections together, and do nothing
+        else meanwhile."""
         if self._backend == "nccl":
             self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: what, None)
 
     def limit(self, what: Waiting) -> AbstractContextManager[None]:
-        # What is waited for in Python ends a moment earlier, with a message of its own.
+        # The waits in Python time out a little earlier, with a message of their own.
         return nullcontext() if self._watchdog is None else self._watchdog.limit(self.timeout_seconds + 2, what)
 
     def flush(self) -> None:
@@ -470,7 +491,7 @@ class ProcessTransport(Transport):
         if self._assembly is not None:
             self._assembly.close()
         if dist.is_initialized():
-            self._meet_all("the others to leave")  # communicators are taken down by all of their members together
+            self._meet_all("the others to leave")  # all members of a communicator must destroy it together
             dist.destroy_process_group()
 
 
@@ -479,6 +500,7 @@ def _group_and_circle(group: dist.ProcessGroup | Circle | None) -> tuple[dist.Pr
 
 
 def present(value: Any) -> Any:
-    """torch types these calls as returning None for ranks outside the group; ours are always inside."""
+    """Returns the value, which must not be None. torch declares that these calls return None for ranks outside the
+    group, but here every rank is inside."""
     assert value is not None
     return value

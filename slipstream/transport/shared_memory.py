@@ -1,14 +1,15 @@
-"""Links between processes of one machine: a message lies in shared memory, and a byte through a socket says so.
+"""Links between processes of one machine: a message is in shared memory, and a byte over a socket announces it.
 
-A gloo message wakes two threads on its way, gloo's and the stage's, and is copied through the kernel. Here the sender
-copies it into a slot that the receiver has mapped too, and the byte wakes the receiver itself. How many have been taken
-is a number in the shared memory, which the sender reads when it runs out of slots. There are enough of them, so nobody
-waits for one unless more is under way than the schedule says.
+A gloo message wakes two threads on its way, one of gloo and that of the stage, and is copied through the kernel. Here
+the sender copies the message into a slot of memory that the receiver has mapped too, and the byte wakes the receiver
+directly. The number of messages taken is stored in the shared memory too. The sender reads it when it runs out of
+slots. There are enough slots, so the sender waits for one only if more messages are in progress than the schedule
+plans.
 
-Vectors that go from every stage to every stage pass through the first: see `Assembly`.
+Vectors from every stage to every stage go through the first stage: see `Assembly`.
 
-Two neighbours find each other through the store: the lower one opens a socket in a folder of its own and says where; if
-the higher one can connect to it, they share a machine, and otherwise the edge is left to gloo.
+Two neighbours find each other through the store. The lower stage opens a socket in a temporary folder and publishes its
+path. If the higher stage can connect to it, the two share a machine. Otherwise they use gloo.
 """
 
 from __future__ import annotations
@@ -34,34 +35,37 @@ _ALIGNMENT = 64
 _NUMBER = struct.Struct("q")
 _SENT, _FLUSHED = b"s", b"f"
 _PATIENCE = 0.0002
-"""Seconds between two looks for a free slot."""
+"""Number of seconds between two checks for a free slot."""
 _MAX_PACKET = 65536
-"""Bytes. A socket holds three of them before it makes its sender wait."""
+"""Maximum size of a packet in bytes. A socket buffers three packets of this size before the sender has to wait."""
 
 
 class _Wire:
-    """One end of a socket."""
+    """One end of a socket connection."""
 
     def __init__(self, end: socket.socket, stage: int, peer: int | None, timeout_seconds: float) -> None:
-        """peer: whom to blame for a silence."""
+        """`peer` is the stage that error messages name when the connection is closed or silent. None means that they
+        name none."""
         self.socket = end
         self._stage, self._peer, self._timeout_seconds = stage, peer, timeout_seconds
-        # The kernel keeps the time: a socket with a time-out of Python's would ask twice for every byte.
+        # The kernel checks the time-out: with a time-out set in Python, every receive would need a second system call.
         whole, fraction = divmod(max(timeout_seconds, 1e-6), 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(fraction * 1e6)))
 
     def tell(self, word: bytes) -> None:
-        """A peer that is gone is no error yet: it is one for whoever waits, who can say what for."""
+        """Sends bytes. A peer that is gone does not raise an error here. It raises one in a later wait, where the
+        message can say what the stage waited for."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.send(word)
 
     def check(self, waiting: Waiting, is_silent: bool) -> None:
-        """Raises if the peer is gone, or has been silent for too long. It has nothing to say meanwhile."""
+        """Raises PeerLost if the peer is gone, or if `is_silent`. It only peeks at the socket: the peer sends nothing
+        in this direction meanwhile."""
         try:
             is_gone = not self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
             is_gone = False
-        except ConnectionResetError:  # it went with messages that it had not taken
+        except ConnectionResetError:  # it exited without taking all messages
             is_gone = True
         if is_gone:
             raise peer_lost(self._stage, self._peer, None, waiting)
@@ -69,7 +73,8 @@ class _Wire:
             raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting)
 
     def hear(self, size: int, waiting: Waiting, descriptors: list[int] | None = None) -> bytes:
-        """At least one byte and at most `size`, with whatever descriptors come along."""
+        """Waits for at least one byte and returns at most `size` bytes. Adds received file descriptors to
+        `descriptors`."""
         try:
             if descriptors is None:
                 heard = self.socket.recv(size)
@@ -90,17 +95,17 @@ class _Wire:
 
 @dataclass
 class _Ring:
-    """The slots of one kind of message, as either end sees them."""
+    """The slots for one kind of message, as one end sees them."""
 
     spec: Spec
     memory: mmap.mmap
-    """Shared: the number of messages taken, and the slots."""
+    """Shared memory with the number of messages taken, followed by the slots."""
     slots: list[Message]
-    """Views of the memory."""
+    """Tensors of each slot, as views of the memory."""
     num_passed: int = 0
-    """Messages sent or taken so far."""
+    """Number of messages that this end has sent or taken so far."""
     num_freed: int = 0
-    """Sender: how many of them it knows to be taken."""
+    """Number of messages that the sender knows to be taken."""
 
     def next_slot(self) -> Message:
         slot = self.slots[self.num_passed % len(self.slots)]
@@ -108,12 +113,12 @@ class _Ring:
         return slot
 
     def tell_freed(self, number: int) -> None:
-        """Receiver: so many messages have been taken. Only after a system call has followed the taking: another core
-        must not see this first."""
+        """Publishes the number of messages that the receiver has taken. Call it only after a system call has followed
+        the copy of the last of them: another core must not see the number before the copy is done."""
         _NUMBER.pack_into(self.memory, 0, number)
 
     def is_full(self) -> bool:
-        """Sender: whether all slots are under way."""
+        """Tells the sender whether all slots hold messages that are not taken yet."""
         if self.num_passed - self.num_freed < len(self.slots):
             return False
         (self.num_freed,) = _NUMBER.unpack_from(self.memory)
@@ -121,12 +126,12 @@ class _Ring:
 
 
 def _map(spec: Spec, num_slots: int, descriptor: int) -> _Ring:
-    """descriptor: is closed: the mapping outlives it."""
+    """Maps the shared memory behind `descriptor` into slots. Closes the descriptor, because the mapping outlives it."""
     lengths = [shape.numel() * dtype.itemsize for dtype, shape in spec.tensors]
     strides = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
     try:
         size = _ALIGNMENT + num_slots * sum(strides)
-        os.posix_fallocate(descriptor, 0, size)  # now, and not page by page in the first steps
+        os.posix_fallocate(descriptor, 0, size)  # allocate all pages now, not one by one during the first steps
         memory = mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
@@ -142,7 +147,7 @@ def _map(spec: Spec, num_slots: int, descriptor: int) -> _Ring:
 
 
 class SharedMemoryLink(Link):
-    """The sender's or the receiver's end of it."""
+    """The sender's or the receiver's end of a link through shared memory."""
 
     def __init__(
         self, end: socket.socket, stage: int, peer: int, timeout_seconds: float, max_under_way: Callable[[], int]
@@ -151,7 +156,7 @@ class SharedMemoryLink(Link):
         self._timeout_seconds, self._max_under_way = timeout_seconds, max_under_way
         self._rings: dict[str, _Ring] = {}
         self._expected: deque[str] = deque()
-        """Receiver: kinds of the messages to come."""
+        """Kinds of the messages that the receiver expects, in order."""
         self._is_sender = False
 
     def send(self, kind: str, message: Message, waiting: Waiting) -> None:
@@ -174,11 +179,12 @@ class SharedMemoryLink(Link):
 
     def _open(self, spec: Spec) -> _Ring:
         self._is_sender = True
-        num_slots = self._max_under_way() + 1  # and one whose message has been taken, unknown to the sender
+        # One more slot, for a message that is taken while the sender does not know it yet.
+        num_slots = self._max_under_way() + 1
         memory = os.memfd_create("slipstream")
         ring = _map(spec, num_slots, os.dup(memory))
         numbers = [num_slots, *spec.encode()]
-        with suppress(BrokenPipeError, ConnectionResetError):  # see tell
+        with suppress(BrokenPipeError, ConnectionResetError):  # for the reason given in _Wire.tell
             head = b"".join(map(_NUMBER.pack, [len(numbers), *numbers]))
             socket.send_fds(self._wire.socket, [head], [memory])
         os.close(memory)
@@ -206,7 +212,7 @@ class SharedMemoryLink(Link):
         return _map(Spec.decode(spec), num_slots, descriptors[0])
 
     def flush(self) -> None:
-        """Waits until all that was sent is taken; what follows may have other shapes. Both ends call it."""
+        """Waits until everything sent is taken. Later messages may have other shapes. Both ends call it."""
         if self._rings and self._is_sender:
             self._wire.hear(1, lambda: "its last messages to be taken")
         elif self._rings:
@@ -217,23 +223,26 @@ class SharedMemoryLink(Link):
         self._wire.socket.close()
 
 
-# ---- from every stage to every stage
+# ---- gather over all stages
 
 
 class Assembly:
-    """Vectors through the first stage, which ends a batch last and so finds those of the others waiting.
+    """Gathers vectors through the first stage, which ends a batch last and so finds those of the others already
+    waiting.
 
-    gloo passes them around a ring, in as many rounds as there are stages, each of which wakes a thread of everyone.
-    Here a stage is woken once.
+    gloo passes vectors around a ring, in as many rounds as there are stages, and every round wakes a thread of every
+    stage. Here every stage is woken once.
     """
 
     MAX_BYTES = 2**20
-    """Of all stages together: more are faster on another way."""
+    """Maximum size of the vectors of all stages together, in bytes. Larger ones are faster over gloo."""
 
     def __init__(self, ends: Sequence[socket.socket], stage: int, timeout_seconds: float) -> None:
-        """ends: the first stage's to each other one, in order; another's to the first."""
+        """`ends` on the first stage are its sockets to the other stages, in order. On the others it is one socket, to
+        the first."""
         self._is_first = stage == 0
-        # Whoever is late, it is from the first stage that the others hear nothing: they blame nobody.
+        # The other stages receive only from the first one, whichever stage is late. So their error messages name no
+        # stage.
         peers = range(1, len(ends) + 1) if self._is_first else [None]
         self._wires = [_Wire(end, stage, peer, timeout_seconds) for end, peer in zip(ends, peers, strict=True)]
 
@@ -245,7 +254,7 @@ class Assembly:
         return list(torch.frombuffer(together, dtype=tensor.dtype).view(num_stages, *tensor.shape))
 
     def _exchange(self, own: bytes, waiting: Waiting) -> list[bytes]:
-        """A packet of every stage, all of one size."""
+        """Sends a packet of this stage and returns those of all stages. All have the same size."""
         if self._is_first:
             packets = [own, *(wire.hear(_MAX_PACKET, waiting) for wire in self._wires)]
             together = b"".join(packets)
@@ -261,15 +270,15 @@ class Assembly:
             wire.socket.close()
 
 
-# ---- who shares a machine
+# ---- neighbours on the same machine
 
 Ends = tuple[socket.socket, socket.socket]
-"""Of an edge: for forwards and for backwards."""
+"""Two sockets of an edge: for forward messages and for backward messages."""
 
 
 def connect(store: dist.Store, stage: int, num_stages: int, timeout_seconds: float) -> dict[int, Ends]:
-    """This stage's ends, by edge, where the two stages share a machine; edge e is between stages e and e + 1. All
-    stages call it."""
+    """Connects this stage with those neighbours that share its machine, and returns the sockets by edge. Edge e is
+    between stages e and e + 1. All stages call it."""
     ends: dict[int, Ends] = {}
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, socket.socket(socket.AF_UNIX) as listener:
         if stage < num_stages - 1:
@@ -290,12 +299,12 @@ def connect(store: dist.Store, stage: int, num_stages: int, timeout_seconds: flo
 
 
 def shared_edges(store: dist.Store, num_stages: int) -> list[bool]:
-    """For every edge of a pipeline whether its two stages share a machine, as `connect` found."""
+    """Returns for every edge of a pipeline whether its two stages share a machine, as `connect` found out."""
     return [store.get(f"shared/{edge}") == b"yes" for edge in range(num_stages - 1)]
 
 
 def assemble(store: dist.Store, stage: int, num_stages: int, timeout_seconds: float) -> list[socket.socket]:
-    """This stage's ends for an Assembly. All stages call it, and all of them share a machine."""
+    """Returns this stage's sockets for an Assembly. All stages call it, and all must share a machine."""
     if stage > 0:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         end.connect(store.get("assembly").decode())
@@ -318,19 +327,20 @@ def assemble(store: dist.Store, stage: int, num_stages: int, timeout_seconds: fl
 
 
 def _listen(listener: socket.socket, path: str) -> str:
-    """Where; empty if this machine cannot."""
+    """Starts to listen and returns the path of the socket. The path is empty if this machine does not support it."""
     if not hasattr(os, "memfd_create"):
         return ""
     try:
         listener.bind(path)
         listener.listen(2)
-    except OSError:  # a path too long for a socket, or a file system without them
+    except OSError:  # the path is too long for a socket, or the file system does not support sockets
         return ""
     return path
 
 
 def _join(path: str) -> Ends | None:
-    """None if there is nothing at that place: it is another machine's."""
+    """Connects to the path of a neighbour. None means that no socket is there, so the neighbour is on another
+    machine."""
     forward, backward = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     try:
         if not path:

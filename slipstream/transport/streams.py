@@ -1,7 +1,8 @@
-"""A stage's CUDA streams: one computes, another makes updates beside it. On a CPU there is nothing to order.
+"""The CUDA streams of a stage: one computes, one makes updates in the background, and one copies.
 
-What one stream is to find finished by another is said with events, so the host never waits: an update begins when the
-batch's last backward is through, and the first forward of the new version when the update is.
+Events order the work of the streams, so that the host never waits: an update begins when the last backward of the batch
+is complete, and the first forward of the new version begins when the update is complete. On a CPU there is nothing to
+order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .link import Waiting, peer_lost
 
 Event = torch.cuda.Event | None
 LOOK_SECONDS = 0.00005
-"""Between two looks at the device."""
+"""Number of seconds between two checks of the device."""
 
 
 _free_streams: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}
@@ -27,8 +28,9 @@ _lock = threading.Lock()
 
 
 def borrow_stream(borrower: object, device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """Until the borrower is gone. A stream that has been used holds memory: of cuBLAS, 32 MiB for every thread, and of
-    the allocator. A run that changes its shape again and again would have more of them every time."""
+    """Returns a stream that `borrower` may use for its lifetime. When the borrower is deleted, the stream is used again
+    for another. A stream that has been used holds memory: 32 MiB of cuBLAS for every thread, and memory of the
+    allocator. A run that changes its layout again and again would otherwise hold more and more of it."""
     with _lock:
         free = _free_streams.setdefault((device, priority), [])
         stream = free.pop() if free else torch.cuda.Stream(device, priority=priority)
@@ -37,6 +39,8 @@ def borrow_stream(borrower: object, device: torch.device, priority: int = 0) -> 
 
 
 class Streams:
+    """The streams of one stage. On a CPU there are none, and the methods have no effect."""
+
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._compute = borrow_stream(self, device) if is_cuda else None
@@ -46,7 +50,8 @@ class Streams:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around a whole run, which begins with what was made on the caller's stream and leaves its own work there."""
+        """Wraps a whole run. The run begins after the work on the caller's stream, and the caller's stream continues
+        after the work of the run."""
         if self._compute is None or self._update is None:
             yield
             return
@@ -62,7 +67,8 @@ class Streams:
 
     @contextmanager
     def updating(self, after: Event, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """after: of the computing stream. tensors: that were made on it, are used here, and may then be dropped."""
+        """Runs a block on the update stream, after the event `after` of the compute stream. `tensors` were created on
+        the compute stream, are used in the block, and may be deleted after it."""
         if self._update is None or after is None:
             yield
             return
@@ -70,12 +76,12 @@ class Streams:
             self._update.wait_event(after)
             for tensor in tensors:
                 if tensor.is_cuda:
-                    tensor.record_stream(self._update)  # so that its memory is not handed out too early
+                    tensor.record_stream(self._update)  # so that the allocator does not reuse its memory too early
             yield
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Beside both, after what has been computed so far."""
+        """Runs a block on the copy stream, in parallel with the other two, after the work computed so far."""
         if self._compute is None or self._copy is None:
             yield
             return
@@ -84,17 +90,17 @@ class Streams:
             yield
 
     def mark_copies(self) -> Event:
-        """The end of the copies made so far; called within `copying`."""
+        """Returns an event at the end of the copies so far. Call it within `copying`."""
         self._copied = self.now()
         return self._copied
 
     def wait_for_copies(self) -> None:
-        """Makes the current stream wait for the latest copies; the host does not wait."""
+        """Makes the current stream wait for the latest copies. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def now(self) -> Event:
-        """A point of the current stream."""
+        """Returns an event at the current end of the current stream. None means that there are no streams, on a CPU."""
         if self._compute is None:
             return None
         event = torch.cuda.Event()
@@ -107,15 +113,15 @@ class Streams:
 
 
 def look_until(event: torch.cuda.Event) -> None:
-    """Returns when a device has come to this event. For threads of the host: to wait inside CUDA would either occupy a
-    core or, asleep, take a millisecond to wake up."""
+    """Returns when a device has reached this event. It is for threads of the host: a wait inside CUDA would either keep
+    a core busy or, with blocking synchronisation, take a millisecond to wake up."""
     while not event.query():
         time.sleep(LOOK_SECONDS)
 
 
 def await_device(stage: int, timeout_seconds: float, waiting: Waiting) -> None:
-    """Returns when the current stream of the device has come to this point. The host looks again and again instead of
-    waiting inside CUDA, so that signals are handled meanwhile and the wait has an end."""
+    """Returns when the current stream of the device has reached this point. The host polls instead of waiting inside
+    CUDA, so that it can handle signals meanwhile and the wait has a time-out."""
     passed = torch.cuda.Event()
     passed.record()
     deadline = time.monotonic() + timeout_seconds
@@ -126,7 +132,8 @@ def await_device(stage: int, timeout_seconds: float, waiting: Waiting) -> None:
 
 
 def fetch(tensor: Tensor, stage: int, timeout_seconds: float, waiting: Waiting) -> Tensor:
-    """Copies a tensor to the host. Waits for this copy alone: what has been enqueued on the device since runs on."""
+    """Copies a tensor to the host. Waits only for this copy: work that was enqueued later on the device continues to
+    run."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,5 @@
-"""Stages as threads of one process, which reach each other through queues: tests, and several stages on one GPU."""
+"""Stages as threads of one process, which communicate through queues. It is for tests, and for several stages on one
+GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from .base import Exchange, Gathering, Transport
 from .link import Link, Message, PeerLost, Waiting
 
 Meeting = tuple[str, tuple[int, ...], int]
-"""Of threads: which they are, who comes, and the how manieth it is."""
+"""Key of a meeting of threads: its purpose, its members, and its index among the meetings with this purpose and
+members."""
 
 
 class Handed(NamedTuple):
-    """Tensors on their way between threads. On CUDA each thread has streams of its own, so it matters when they will be
-    there, and that they are not reused while somebody else's stream reads them."""
+    """Tensors that one thread passes to another. On CUDA each thread has streams of its own. So the receiver must wait
+    until the tensors are computed, and the allocator must not reuse their memory while the receiver's stream reads
+    them."""
 
     tensors: tuple[Tensor, ...]
     ready: torch.cuda.Event | None
@@ -44,14 +47,14 @@ class Handed(NamedTuple):
 
 
 class ThreadMesh:
-    """What the stages of one process share: a condition, and everything that is guarded by it."""
+    """The state that the stages of one process share: a condition variable, and everything that it guards."""
 
     def __init__(self, num_stages: int, timeout_seconds: float = 60.0, num_replicas: int = 1) -> None:
         self.num_stages, self.num_replicas, self.timeout_seconds = num_stages, num_replicas, timeout_seconds
         self.changed = threading.Condition()
         self.failure: str | None = None
         self.queues: defaultdict[tuple[str, int, int], deque[Handed]] = defaultdict(deque)
-        """By direction, replica and edge."""
+        """Queues of messages by direction, replica and edge."""
         self.gathers: dict[Meeting, dict[int, Handed]] = {}
 
     def transport(self, stage: int, replica: int = 0) -> ThreadTransport:
@@ -59,7 +62,8 @@ class ThreadMesh:
             return ThreadTransport(self, stage, replica)
 
     def wait_for(self, ready: Callable[[], bool], stage: int, waiting: Waiting) -> None:
-        """Call with the condition held."""
+        """Waits until `ready()`. Raises PeerLost if that takes too long or if a stage has failed. Call it with the
+        condition's lock held."""
         if not self.changed.wait_for(lambda: ready() or self.failure is not None, self.timeout_seconds):
             raise PeerLost(
                 f"the others have been silent for {self.timeout_seconds:g} s: stage {stage} was waiting for {waiting()}"
@@ -69,6 +73,8 @@ class ThreadMesh:
 
 
 class QueueLink(Link):
+    """One end of a link between two threads."""
+
     def __init__(self, world: ThreadMesh, stage: int, queue: deque[Handed]) -> None:
         self._world, self._stage, self._queue = world, stage, queue
 
@@ -89,12 +95,14 @@ class QueueLink(Link):
 
 
 class ThreadMeeting:
+    """One member's view of a meeting, in which every member contributes tensors and gets those of all."""
+
     def __init__(self, world: ThreadMesh, stage: int, meeting: Meeting) -> None:
         self._world, self._stage, self._meeting = world, stage, meeting
         self._parts = world.gathers[meeting]
 
     def wait(self, waiting: Waiting) -> list[tuple[Tensor, ...]]:
-        """What everybody brought."""
+        """Waits for all members and returns the tensors of each of them."""
         members = self._meeting[1]
         with self._world.changed:
             self._world.wait_for(lambda: len(self._parts) == len(members), self._stage, waiting)
@@ -103,6 +111,8 @@ class ThreadMeeting:
 
 
 class ThreadGathering(Gathering):
+    """A gather between threads."""
+
     def __init__(self, meeting: ThreadMeeting) -> None:
         self._meeting = meeting
 
@@ -111,13 +121,16 @@ class ThreadGathering(Gathering):
 
 
 class ThreadExchange(Exchange):
+    """A sum or broadcast between the replicas of a stage, in threads."""
+
     def __init__(
         self,
         meeting: ThreadMeeting,
         tensors: Sequence[Tensor],
         combine: Callable[[int, tuple[Tensor, ...]], Tensor | None],
     ) -> None:
-        """combine: (index of the tensor, what every replica brought) -> what it becomes, None: what it was."""
+        """`combine` maps the index of a tensor and that tensor of every replica to the new value. None means that it
+        keeps its value."""
         self._meeting, self._tensors, self._combine = meeting, tensors, combine
 
     @torch.no_grad()
@@ -129,6 +142,8 @@ class ThreadExchange(Exchange):
 
 
 class ThreadTransport(Transport):
+    """The transport of one stage that is a thread."""
+
     def __init__(self, world: ThreadMesh, stage: int, replica: int) -> None:
         self.stage, self.num_stages, self.timeout_seconds = stage, world.num_stages, world.timeout_seconds
         self.replica, self.num_replicas = replica, world.num_replicas
@@ -151,7 +166,8 @@ class ThreadTransport(Transport):
         def combine(index: int, parts: tuple[Tensor, ...]) -> Tensor | None:
             if owners is not None and owners[index] != self.replica:
                 return None
-            return functools.reduce(torch.add, parts)  # in the order of the replicas, on all of them
+            # In the same order on all replicas, so that the sums have the same bits.
+            return functools.reduce(torch.add, parts)
 
         return self._exchange("sum", tensors, combine)
 
@@ -167,7 +183,8 @@ class ThreadTransport(Transport):
     def _exchange(
         self, what: str, tensors: Sequence[Tensor], combine: Callable[[int, tuple[Tensor, ...]], Tensor | None]
     ) -> Exchange:
-        own = [tensor.clone() for tensor in tensors]  # the others read it when this one may have been written
+        # The other threads may read it after this one has overwritten the original.
+        own = [tensor.clone() for tensor in tensors]
         replicas = tuple(range(self.num_replicas))
         meeting = self._meet(f"{what}, replicas of stage {self.stage}", replicas, self.replica, own)
         return ThreadExchange(meeting, tensors, combine)

@@ -1,8 +1,8 @@
-"""Ends a process that cannot end itself, because its main thread waits inside a driver or a library for a device.
+"""Ends a process that cannot end itself, because its main thread waits for a device inside a driver or a library.
 
-Everything else that waits has a time-out of its own, and raises. A call into CUDA or NCCL cannot be interrupted: when
-the device never answers, because a peer was killed in the middle of a transfer, the call never returns. So a thread
-looks from outside, and leaves the same kind of message behind that the stage would have left.
+All other waits have a time-out and raise an error. A call into CUDA or NCCL cannot be interrupted: if the device never
+answers, because a peer was killed in the middle of a transfer, the call never returns. So a separate thread watches the
+main thread, and records the same kind of message that the stage would have recorded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from .link import Waiting
 
 LOOK_SECONDS = 0.5
 GRACE_SECONDS = 7.0
-"""How long a process may live on after another has failed. It is meant to notice by itself, and to say what it waited
-for."""
+"""Number of seconds that a process may run after another has failed. It should notice the failure by itself within this
+time and report what it waited for."""
 
 
 class Watchdog:
+    """A thread that ends the process when a block of code takes too long, or when another process has failed."""
+
     def __init__(self, name: Callable[[], str], failure: Callable[[], str | None], fail: Callable[[str], str]) -> None:
-        """name: of this process, for messages. failure: the first failure of any process. fail: leaves one, and returns
-        the first."""
+        """`name` returns the name of this process for messages. `failure` returns the first failure of any process, or
+        None. `fail` records a failure and returns the first one."""
         self._name, self._failure, self._fail = name, failure, fail
         self._watched: tuple[float, float, Waiting] | None = None
         self._is_over = threading.Event()
@@ -33,7 +35,7 @@ class Watchdog:
 
     @contextmanager
     def limit(self, seconds: float, what: Waiting) -> Iterator[None]:
-        """Ends the process if what is done within takes longer. Of the main thread only."""
+        """Ends the process if the block takes longer than `seconds`. Only the main thread may use it."""
         self._watched = (time.monotonic() + seconds, seconds, what)
         try:
             yield

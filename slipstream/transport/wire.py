@@ -1,11 +1,11 @@
-"""Short words between two processes, on one machine or on two, over a connection of their own.
+"""Short messages between two processes, on one machine or on two, over a TCP connection of their own.
 
-The processes find each other through the store they have in common. The one that listens does so at the address from
-which it reaches the store's host: that network is there, because everybody came over it. Let the later rank listen: the
-first one's host may know itself by an address that leads nowhere elsewhere.
+The processes find each other through their common store. The listening process listens at the address from which it
+reaches the store's host. That network works, because all processes reached the store over it. The higher rank should
+listen, because the host of the first rank may know itself by an address that other hosts cannot reach.
 
-Not over gloo, which passes a word in a third of a millisecond at best, through threads of its own; this takes ten
-microseconds.
+gloo is not used here: it needs a third of a millisecond per message at best, through threads of its own. A message over
+this connection takes ten microseconds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _HANDSHAKE_SECONDS = 5.0
 
 
 class Wire:
+    """One end of a connection that carries short messages, which are lists of numbers."""
+
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)  # a word may be waited for as long as it takes
+        connection.settimeout(None)  # a receive waits for any length of time
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
 
     def tell(self, *numbers: int) -> None:
-        """Returns at once: the system keeps a word until the other side listens."""
+        """Sends numbers as one message. Returns at once: the system buffers the message until the other side reads
+        it."""
         self._connection.sendall(_COUNT.pack(len(numbers)) + struct.pack(f"<{len(numbers)}q", *numbers))
 
     def hear(self) -> list[int]:
@@ -42,8 +45,8 @@ class Wire:
 
 
 def open_wire(store: dist.Store, name: str, listens: bool, timeout_seconds: float) -> Wire:
-    """One end; the other is opened under the same name, with the opposite of `listens`. Raises TimeoutError, or another
-    OSError if the peer cannot be reached."""
+    """Opens one end of a connection. The other process opens the other end with the same name and the opposite of
+    `listens`. Raises TimeoutError, or another OSError if the peer cannot be reached."""
     return _listen(store, name, timeout_seconds) if listens else _call(store, name, timeout_seconds)
 
 
@@ -62,7 +65,7 @@ def _listen(store: dist.Store, name: str, timeout_seconds: float) -> Wire:
                     return Wire(connection)
             except OSError:
                 pass
-            connection.close()  # a stranger
+            connection.close()  # not the expected peer
 
 
 def _call(store: dist.Store, name: str, timeout_seconds: float) -> Wire:
@@ -70,7 +73,7 @@ def _call(store: dist.Store, name: str, timeout_seconds: float) -> Wire:
     try:
         store.wait([name], timedelta(seconds=timeout_seconds))
         address, port, word = json.loads(store.get(name))
-    except RuntimeError as error:  # torch's word for a time-out, too
+    except RuntimeError as error:  # torch also raises this for a time-out
         raise TimeoutError(str(error)) from error
     connection = socket.create_connection((address, port), timeout=max(0.001, deadline - time.monotonic()))
     connection.sendall(bytes.fromhex(word))
@@ -78,7 +81,8 @@ def _call(store: dist.Store, name: str, timeout_seconds: float) -> Wire:
 
 
 def address_towards(store: dist.Store) -> tuple[socket.AddressFamily, str]:
-    """Of this host, as the store's host sees it. The loopback's, for a store that is no server."""
+    """Returns the address of this host on the network that leads to the store's host. Returns the loopback address for
+    a store that has no server."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     host, port = (store.host, store.port) if isinstance(store, dist.TCPStore) else ("127.0.0.1", 1)

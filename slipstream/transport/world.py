@@ -1,4 +1,4 @@
-"""The processes (or threads) of a run, which form one pipeline layout after another.
+"""The processes (or threads) of a run, which form one pipeline layout (stages x replicas) after another.
 
     transport = world.take_places(Mesh(num_stages=2))      a run with one layout needs no more
     ...
@@ -7,7 +7,7 @@
     pipeline = Pipeline(transport, ..., start=moved.state)
     world.settle()
 
-A process without a place in the current layout is idle. Messages between members go through a store; pipeline state is
+A process without a place in the current layout is idle. Messages between members go through a store. Pipeline state is
 sent over gloo, each tensor directly from the process that has it to the processes that need it.
 """
 
@@ -40,25 +40,27 @@ from .thread import ThreadMesh, ThreadTransport
 from .watchdog import Watchdog
 
 LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.001, 0.03
-"""Between two looks for a word: of those that work, and of those that stand by."""
+"""Number of seconds between two checks for a message, of processes that work and of idle ones."""
 
 Destinations = Callable[[str], Sequence[int]]
-"""The name of a tensor of the state -> the places in the next layout that need it."""
+"""Function from the name of a tensor of the state to the places in the next layout that need it."""
 
 
 @dataclass(frozen=True)
 class MovedState:
+    """The result of an exchange for one member."""
+
     state: StageState
-    """All that this member needs of everyone's."""
+    """State that this member needs, collected from all members."""
     num_bytes: int
-    """That came from others."""
+    """Number of bytes that came from other members."""
     order: list[int]
-    """Of the members, for the next layout's places: whom the state was given to."""
+    """Ranks of the members by place in the next layout. The state was distributed in this order."""
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor of the state is, and how to receive it."""
+    """The rank that has a tensor of the state, and what is needed to receive it."""
 
     rank: int
     dtype: str
@@ -73,15 +75,16 @@ class TensorLocation:
 
 
 class World(ABC):
-    """As one of its members sees it. All members make the same calls, in the same order."""
+    """The world as one of its members sees it. All members make the same calls, in the same order."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float, is_close: bool) -> None:
-        """is_close: all members are on one machine, and equally near to one another."""
+        """`is_close` says that all members are on one machine, so that communication is equally fast between any two of
+        them."""
         self.store, self.rank, self.size, self.timeout_seconds = store, rank, size, timeout_seconds
         self.place: int | None = None
-        """In the layout that is taken on; None: this member stands by."""
+        """Place of this member in the current layout. None means that it is idle."""
         self.transport: Transport | None = None
-        """There."""
+        """Transport of this member in the current layout. None means that it is idle."""
         self._is_close = is_close
         self._num_layouts = self._num_exchanges = 0
 
@@ -89,11 +92,11 @@ class World(ABC):
     def name(self) -> str:
         return f"process {self.rank}" if self.transport is None else f"stage {self.transport.stage}"
 
-    # ---- state
+    # ---- layouts
 
     def take_places(self, mesh: Mesh, order: Sequence[int] | None = None) -> Transport | None:
-        """Leaves the layout before, and takes on this one. Whoever is left stands by. order: of the members, by place;
-        None: by rank."""
+        """Leaves the previous layout and joins this one. Members without a place are idle. `order` lists the members by
+        place. None means by rank."""
         if mesh.size > self.size:
             raise ValueError(f"{mesh.num_stages} x {mesh.num_replicas} stages need more than {self.size} processes")
         self.leave()
@@ -112,12 +115,12 @@ class World(ABC):
             self.transport.close()
             self.transport = self.place = None
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # the next layout needs other sizes, and an idle process needs nothing
+            torch.cuda.empty_cache()  # the next layout needs tensors of other sizes, and an idle process needs none
 
-    # ---- words
+    # ---- messages
 
     def as_first(self, key: str, value: str | None = None, waiting: Waiting | None = None) -> str:
-        """What the first member says to this key; the others' own values count for nothing."""
+        """Returns the value that the first member gives for this key. The values of the others are ignored."""
         if self.rank == 0:
             assert value is not None
             self.store.set(f"said/{key}", value)
@@ -125,7 +128,8 @@ class World(ABC):
         return self.hear(f"said/{key}", waiting or (lambda: f"the first process to say {key}"))
 
     def hear(self, key: str, waiting: Waiting, is_working: bool = True) -> str:
-        """The word under a key, once there is one. is_working: others are about to say it, and silence is a failure."""
+        """Waits until the store has a value for a key, and returns it. With `is_working`, another member is expected to
+        set it soon, and a long silence is a failure. Without it, the wait has no time limit."""
         deadline = time.monotonic() + self.timeout_seconds
         while not self.store.check([key]):
             if (failure := self.failure()) is not None:
@@ -139,24 +143,24 @@ class World(ABC):
         return self.store.get(key).decode()
 
     def meet(self, key: str, waiting: Waiting) -> None:
-        """Returns when all members have come."""
+        """Returns when all members have called it with this key."""
         if self.store.add(f"came/{key}", 1) == self.size:
             self.store.set(f"all/{key}", "here")
         self.hear(f"all/{key}", waiting)
 
     @abstractmethod
     def failure(self) -> str | None:
-        """The first word of a failure, if there is one."""
+        """Returns the first failure of any member. None means that there is none."""
 
     @abstractmethod
     def fail(self, message: str) -> str:
-        """Leaves word of a failure for all members. The first word stands: it is returned."""
+        """Records a failure for all members to see. Only the first failure is recorded. Returns the first failure."""
 
-    # ---- states
+    # ---- exchange of state
 
     def exchange(self, state: StageState | None, destinations: Destinations) -> MovedState:
-        """Everyone's state of a stage becomes everyone's state of another. state: None of a member that stood by; it is
-        given away with this."""
+        """Redistributes the states of the current stages to those of the next layout. All members call it. `state` is
+        None for a member that was idle. The caller must not use `state` afterwards."""
         self._num_exchanges += 1
         key = f"exchange {self._num_exchanges}"
         step, places, facts = self._gather_inventories(key, state)
@@ -178,7 +182,7 @@ class World(ABC):
         return MovedState(StageState(step, tensors, facts, is_given_away=True), num_bytes, order)
 
     def settle(self) -> None:
-        """After an exchange: when all have taken up their part."""
+        """Returns when all members have loaded their part of the state, after an exchange."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.meet(f"settled {self._num_exchanges}", lambda: "the others to take up their part of the state")
@@ -186,8 +190,8 @@ class World(ABC):
     def _gather_inventories(
         self, key: str, state: StageState | None
     ) -> tuple[int, dict[str, TensorLocation], dict[str, dict[str, Any]]]:
-        """What there is of the state, and where. One member puts together what all of them say, so that each has one
-        word to read."""
+        """Returns the step, the location of every tensor of the state, and the merged facts. The first member combines
+        the inventories of all members, so that every other member has only one message to read."""
         own = state or StageState(-1)
         tensors = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.tensors.items()}
         self.store.set(f"{key}/{self.rank}", json.dumps([own.step, tensors, own.facts]))
@@ -209,7 +213,7 @@ class World(ABC):
     @abstractmethod
     @contextmanager
     def _moving(self, key: str) -> Iterator[None]:
-        """Sends and receives lie within, and are done at its end."""
+        """Wraps the sends and receives of an exchange. They are complete at its end."""
 
     @abstractmethod
     def _send(self, name: str, tensor: Tensor, targets: Sequence[int]) -> None: ...
@@ -219,7 +223,8 @@ class World(ABC):
 
 
 def choose_members(places: Mapping[str, TensorLocation], destinations: Destinations, size: int) -> list[int]:
-    """By place, the member that has most of what is needed there. The first stays where it is: it speaks for all."""
+    """Returns the ranks of the members by place: for each place preferably the one that already has most of the bytes
+    needed there. The first member keeps the first place, because it acts for all."""
     held: Counter[tuple[int, int]] = Counter()
     for name, place in places.items():
         for target in destinations(name):
@@ -233,6 +238,8 @@ def choose_members(places: Mapping[str, TensorLocation], destinations: Destinati
 
 
 class ProcessWorld(World):
+    """A world whose members are processes."""
+
     def __init__(
         self,
         store: dist.Store,
@@ -265,7 +272,7 @@ class ProcessWorld(World):
         )
 
     def close(self) -> None:
-        """After the last layout."""
+        """Stops the watchdog. Call it after the last layout."""
         if self._watchdog is not None:
             self._watchdog.close()
 
@@ -310,7 +317,7 @@ class ProcessWorld(World):
 
 @dataclass
 class ThreadWorldState:
-    """What the members of a world of threads share."""
+    """The state that the members of a world of threads share."""
 
     size: int
     timeout_seconds: float
@@ -318,7 +325,7 @@ class ThreadWorldState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     worlds: dict[str, ThreadMesh] = field(default_factory=dict)
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    """Of states that are being moved, by exchange and name."""
+    """Tensors of states that are being redistributed, by exchange and name."""
     failure: str | None = None
 
     def world(self, mesh: Mesh, name: str) -> ThreadMesh:
@@ -329,6 +336,8 @@ class ThreadWorldState:
 
 
 class ThreadWorld(World):
+    """A world whose members are threads of one process."""
+
     def __init__(self, state: ThreadWorldState, rank: int) -> None:
         super().__init__(state.store, rank, state.size, state.timeout_seconds, is_close=True)
         self._state, self._key = state, ""
@@ -353,7 +362,7 @@ class ThreadWorld(World):
     def _moving(self, key: str) -> Iterator[None]:
         self._key = key
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what is handed over was computed in streams of its owner
+            torch.cuda.synchronize()  # the tensors to pass on were computed on streams of their owner
         yield
         self.meet(key, lambda: "the others to move their state")
         if self.rank == 0:
@@ -369,5 +378,6 @@ class ThreadWorld(World):
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """What is received into it is in the tensor: it must be contiguous."""
+    """Returns a view of a tensor as bytes. The tensor must be contiguous if the bytes are written to: otherwise the
+    result is a copy."""
     return tensor.contiguous().view(-1).view(torch.uint8)
