@@ -30,7 +30,7 @@ ADAMW_LEARNING_RATE = 0.003
 
 
 def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Config:
-    """Returns the configuration with these fields filled in.
+    """Returns the configuration with the device, dtypes and learning rates filled in where they were left open.
 
     device: device to choose if train.device = "auto". None means GPUs if there are enough, and CPUs otherwise.
     """

@@ -73,7 +73,7 @@ def _optimizer_groups(config: Config) -> list[Group]:
     cls = optimizer_class(section.name)
     arguments: dict[str, float] = {"lr": rate, **section.arguments}
     if "weight_decay" in inspect.signature(cls).parameters:
-        arguments["weight_decay"] = 0.0  # Group decays decoupled; error feedback would extrapolate any other decay
+        arguments["weight_decay"] = 0.0  # the Group decays instead: error feedback would extrapolate this decay
     return [Group("all", partial(cls, **arguments), **shared)]
 
 

@@ -17,7 +17,7 @@ from .rules import choose
 from .schema import Config
 
 
-# ---- TOML in and out
+# ---- reading and writing TOML
 def load_toml(path: Path) -> Config:
     try:
         tree = tomllib.loads(read_plain_file(path).decode())

@@ -40,7 +40,7 @@ WRITE_TO_THE_RESIDUAL_STREAM = (
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries."""
 
-    cosine: Tensor  # (sequence_length, head_dim / 2), as is sine
+    cosine: Tensor  # (sequence_length, head_dim / 2); sine has the same shape
     sine: Tensor
 
     def __init__(self, config: ModelConfig) -> None:

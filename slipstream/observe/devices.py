@@ -13,7 +13,7 @@ class DeviceKind:
     memory: float
     """Memory in bytes."""
     flops: float
-    """FLOPs per second in fp32 without tensor cores. The trainer computes in fp32 unless configured otherwise."""
+    """FLOPs per second in fp32 without tensor cores."""
     memory_bandwidth: float
     """Memory bandwidth in bytes per second."""
     link_bandwidth: float

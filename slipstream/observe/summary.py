@@ -43,7 +43,7 @@ def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], c
         if name not in pipeline.tied or pipeline.tied[name].name == name  # count a tied weight once
     }
     num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
-    late = delays[num_early:]  # the first updates have no delay
+    late = delays[num_early:]  # the first updates have less delay
     own = {
         "utilisation": clock.split().utilisation,
         "time_split": clock.split().shares()._asdict(),
@@ -154,7 +154,7 @@ def leave_behind(
     ]
     trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
     (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
-    with suppress(TraceError):  # of a run too short to have a steady state
+    with suppress(TraceError):  # a short run has no steady state
         timeline = measured_timeline(trace, steady_window(trace))
         title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
         (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")

@@ -47,7 +47,7 @@ class Window:
         return Window(start, min(self.start + self.seconds, last) - start)
 
 
-# ---- to a trace
+# ---- writing a trace
 
 
 def chrome_trace(
@@ -115,7 +115,7 @@ def _messages(events: Sequence[dict[str, Any]], num_stages: int) -> Iterator[dic
         yield {**common, "ph": "f", "bp": "e", "pid": neighbour, "tid": STAGE_ROW, "ts": taker["ts"]}
 
 
-# ---- from a trace
+# ---- reading a trace
 
 
 def read_trace(path: Path) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from . import kernels
 from .rules import NS_DTYPES, SCALES, adamw_step_from, adamw_update, momentum_weight, orthogonal_update, sign_update
 
 STACK_ELEMENTS = 2**24
-"""Largest number of elements of a stack in fp32. Large matrices do not profit from being stacked, and a stack needs
-several temporaries of its size."""
+"""Largest number of elements of a stack in fp32, and of a piece of a large tensor. Large matrices do not profit from
+being stacked, and a stack needs several temporaries of its size."""
 ADAMW_PREDICTORS = ("nesterov", "last")
 LARGE_ELEMENTS = 2**20
 """Number of elements from which a pass over a parameter takes a GPU longer than the host needs to launch its kernel."""

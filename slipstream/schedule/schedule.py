@@ -22,7 +22,8 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class EvaluationSteps(Collection[int]):
-    """The steps after which a run evaluates, in order: every `every` steps (0 means never), and after the last step.
+    """The steps after which a run evaluates, in order: every `every` steps (0 means none of these), and after the last
+    step.
 
     In a long run there are too many to list them, or to search a list at every step.
     """

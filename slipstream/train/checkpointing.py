@@ -32,8 +32,8 @@ interrupted. A second SIGINT ends the run at once."""
 
 
 class SignalRequests:
-    """Collects what this process requests of all processes: to save or to stop, after a signal or when its clock says
-    so."""
+    """Collects the requests of this process to all processes: to save or to stop, after a signal or when a checkpoint
+    is due."""
 
     def __init__(self, every_minutes: float) -> None:
         self._seconds = 60 * every_minutes
@@ -120,7 +120,7 @@ class Saver:
         schedule = pipeline.schedule
         self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
         """Upper bound on the number of steps between the requests of processes that received a signal at the same
-        moment. Requests within this distance count as one."""
+        moment. Requests that are not further apart count as one."""
         self._asked_after: int | None = None
 
     def after(self, report: StepReport) -> None:

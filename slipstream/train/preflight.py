@@ -129,7 +129,7 @@ def _memory_of_this_machine() -> float:
 
 
 def check_machine(config: Config) -> None:
-    """Rejects more processes (or threads) than this machine can hold, so that a typing error does not make it
+    """Rejects more processes (or threads) than this machine can hold, so that a mistyped number does not make it
     unusable."""
     most, is_threaded = MAX_STAGES_PER_CORE * (os.cpu_count() or 1), config.pipeline.transport == "thread"
     if (is_threaded or not under_torchrun()) and (count := num_processes(config)) > most:

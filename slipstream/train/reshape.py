@@ -1,8 +1,8 @@
 """Changes the layout (stages x replicas) of a run while it runs.
 
-After an update that is the same for all stages, the pipeline drains. The first process then sends the next layout to
-all processes. Every process sends its state to the processes that will hold those layers, and a new pipeline starts
-where the old one stopped. A change of layout is requested by `pipeline.reshape`, or by a file in the run's folder that
+All stages stop after the same update, and the pipeline drains. The first process then sends the next layout to all
+processes. Every process sends its state to the processes that will hold those layers, and a new pipeline starts where
+the old one stopped. A change of layout is requested by `pipeline.reshape`, or by a file in the run's folder that
 `slipstream reshape` writes.
 """
 
@@ -51,7 +51,7 @@ class Commands:
         try:
             self._layout = Layout.parse(text)
             check_layout(self._config, self._layout)
-        except ConfigError as error:  # whoever wrote the file sees no exit code of this process
+        except ConfigError as error:  # the author of the file sees no exit code of this process
             self._layout = None
             self._say(f"{self._path.name} changes nothing: {error}")
         return self._layout is not None

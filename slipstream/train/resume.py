@@ -293,8 +293,8 @@ def _check_state(
 
 
 def _is_number(value: Any, key: str) -> bool:
-    """Returns whether a value is a number. A number of steps must be at least 1, because optimizers divide by
-    expressions of it that are 0 at step 0."""
+    """Returns whether a value is a number. A number of steps must be at least 1, because optimizers divide by terms
+    such as 1 - beta^step."""
     return type(value) in (bool, int, float) and (key != "step" or 1 <= value <= MAX_STEP)
 
 
