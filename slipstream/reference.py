@@ -131,7 +131,8 @@ def reference_run(
 
 
 def _expected(optimizer: torch.optim.Optimizer, master: nn.Parameter) -> Tensor | None:
-    """Returns the predicted next update, if it is not the last update: that of AdamW with Nesterov's term."""
+    """Returns the update that is predicted next: that of AdamW with Nesterov's term. None means the last update
+    again."""
     group = next(group for group in optimizer.param_groups if any(p is master for p in group["params"]))
     if not isinstance(optimizer, AdamW) or group["predictor"] == "last":
         return None

@@ -33,8 +33,8 @@ def predict(working: Sequence[Tensor], master: Sequence[Tensor], coefficient: fl
     coefficient 0, `working` becomes a copy of `master`.
     """
     for x, z in zip(working, master, strict=True):
-        # lerp with a weight w >= 1/2 computes end - (end - start) (1 - w). With w = 1 + lam this is x <- z[t+1] + lam
-        # (z[t+1] - z[t]).
+        # lerp with a weight w >= 1/2 computes end - (end - start) (1 - w). With w = 1 + lam this is
+        # x <- z[t+1] + lam (z[t+1] - z[t])
         x.lerp_(z, 1 + coefficient)
 
 

@@ -92,14 +92,14 @@ class PredictingOptimizer(Optimizer):
 
 @final
 class Muon(PredictingOptimizer):
-    """Updates hidden matrices with orthogonalised momentum. Matrices of the same shape are stacked, so that small ones
-    share kernels.
+    """Updates hidden matrices with orthogonalised momentum.
 
-    A 3-D parameter is a stack of matrices, and each is orthogonalised separately. Use `AdamW` for embeddings, heads and
-    vectors.
+    Matrices of the same shape are stacked, so that small ones share kernels. A 3-D parameter is a stack of matrices,
+    and each is orthogonalised separately. Use `AdamW` for embeddings, heads and vectors.
 
-    lookahead: number of steps that `nesterov` looks ahead. With more steps the newest gradient has more weight; at 1 /
-    (1 - beta) only the newest gradient counts. With delay that gradient is itself late, so more than one step may help.
+    lookahead: number of steps that `nesterov` looks ahead. With more steps the newest gradient has more weight. With 1
+    / (1 - beta) steps, only the newest gradient counts. With delay that gradient is itself late, so more than one step
+    may help.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Recipes for optimizers from other packages, by name: the class, its arguments, and its parameters.
+"""Recipes for optimizers from other packages, by name: the class, its arguments, and the parameters it updates.
 
 A recipe turns a learning rate into a function for `Group.optimizer`. The classes are those of torch, and of
 pytorch_optimizer, which is optional and imported when a recipe is used. All read the learning rate of their param group

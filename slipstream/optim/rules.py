@@ -85,8 +85,8 @@ def _iterate_in_bf16(
     as X, and the norm of X reads it once.
 
     a X + (b A + c A A) X is computed as one product with B = a I + b A + c A A, because adding X to a product copies X
-    first. Not X is divided by the norm, but the small matrices. The last step also multiplies by `scale`. If X is tall,
-    the last step multiplies from the other side, so that the result has the same memory layout as X.
+    first. The small matrices are divided by the norm instead of X. The last step also multiplies by `scale`. If X is
+    tall, the last step multiplies from the other side, so that the result has the same memory layout as X.
 
     For a wide X, several steps are made at once. The Gram matrix of B X is B A B = A B B, because A and B commute, so
     the next polynomial needs no product of the size of X. Rounding errors in a small eigenvalue of A are multiplied by
@@ -225,9 +225,12 @@ def adamw_update(
 ) -> Tensor:
     """Computes the update of AdamW without weight decay.
 
-    u = lr n / (sqrt(v / (1 - beta2^t)) + eps) with n = m / (1 - beta1^t). With `nesterov`, n = (beta1 m + (1 - beta1)
-    g) / (1 - beta1^t): one step ahead as in NAdam, without its schedule for beta1. The operations are in the order of
-    torch.optim.AdamW(foreach=False), so on a CPU old - u has the same bits.
+        u = lr n / (sqrt(v / (1 - beta2^t)) + eps)
+        n = m / (1 - beta1^t)
+        n = (beta1 m + (1 - beta1) g) / (1 - beta1^t)      with `nesterov`
+
+    With `nesterov` the rule looks one step ahead as in NAdam, without its schedule for beta1. The operations are in the
+    order of torch.optim.AdamW(foreach=False), so on a CPU old - u has the same bits.
     """
     # m <- beta1 m + (1 - beta1) g
     mean.lerp_(gradient, 1 - beta1)

@@ -2,8 +2,8 @@
 
     report = check(Schedule("two_bw", num_stages=4, num_microbatches=4, num_steps=3))
 
-`check` raises a ScheduleError that names the wrong action, or returns what it has observed. Only `play` works through
-all stages together; the simulator uses it too.
+`check` raises a ScheduleError that names the wrong action, or returns what it has observed. `play` is the only function
+that runs through all stages together; the simulator uses it too.
 """
 
 from __future__ import annotations

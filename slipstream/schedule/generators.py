@@ -43,13 +43,12 @@ def _flushing(
 def two_bw(
     stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int, oldest: int, warmup: int
 ) -> Iterator[Action]:
-    """Yields the actions of PipeDream-2BW (arXiv:2006.09503): one forward and one backward in turn, never flushed, with
-    every batch one version late.
+    """Yields the actions of PipeDream-2BW (arXiv:2006.09503): one forward and one backward in turn, never flushed.
 
-    Batch t runs on version t - 1 on every stage. Its gradient is complete after its last backward, and its update is
-    not needed before the first forward of batch t + 2. This slack hides everything that is summed over stages. So the
-    update is placed as late as possible. On a stage without warm-up forwards the latest place is the end of batch t +
-    1, because a stage holds only one finished gradient at a time.
+    Every batch is one version late: batch t runs on version t - 1 on every stage. Its gradient is complete after its
+    last backward, and its update is not needed before the first forward of batch t + 2. This slack hides everything
+    that is summed over stages. So the update is placed as late as possible. On a stage without warm-up forwards that is
+    before the last backward of batch t + 1, because a stage holds only one finished gradient at a time.
     """
     m = num_microbatches
     next_update = first_step

@@ -3,7 +3,7 @@
     print(text_grid(timeline))
     Path("two_bw.svg").write_text(svg(timeline, "two_bw, 4 stages"))
 
-SVG and PNG are drawn from the same shapes, those of `layout`, so they always show the same.
+SVG and PNG are drawn from the same shapes, those of `layout`, so they always show the same picture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Defines `Schedule`: the actions of every stage, and the properties it promises (delay, versions, drift).
 
-schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
-for action in schedule.actions(stage=0): ...          # forever; pass num_steps for a bounded one
+    schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
+    for action in schedule.actions(stage=0): ...          # forever; pass num_steps for a bounded one
+
+check.py verifies that a schedule has these properties.
 """
 
 from __future__ import annotations
