@@ -45,7 +45,8 @@ def reference_run(
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Trains a model. Returns the final z of every parameter and the loss of every step.
+    """Trains a model with the whole algorithm in one process. Returns the final z of every parameter and the loss of
+    every step.
 
     `model` itself is left at its last weights.
 
