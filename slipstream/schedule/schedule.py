@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def max_in_flight(self) -> int:
-        """Returns the largest number of microbatches in flight on the first stage, which has the most."""
+        """Returns an upper bound on the number of microbatches in flight on the first stage, which has the most."""
         ahead = self.traits.ahead(self.num_stages, self.num_microbatches, self.warmup(0))
         return max(ahead, self.num_stages - 1) + 1
 
