@@ -1,15 +1,16 @@
-"""The whole algorithm in one process, slow and obvious: the oracle every pipeline is compared with.
+"""Runs the whole algorithm in one process, slowly and simply. Every pipeline is compared with this reference.
 
-It keeps what the paper keeps, weights and the previous update, and copies weights wherever that is clearer:
+It keeps what the paper keeps: weights and the previous update. It copies weights wherever that is clearer.
 
-    z[t]   = x[t+1] + lam d u[t-1]                             where the undelayed iterate is
+    z[t]   = x[t+1] + lam d u[t-1]                             the undelayed iterate
     z[t+1] = (1 - lr wd) z[t] - u[t]                           u[t] from the gradient at x[t]
-    x[t+2] = z[t+1] - lam d u[t]                               which is x[t+1] - u[t] - lam (u[t] - u[t-1]) for d = 1
+    x[t+2] = z[t+1] - lam d u[t]                               equals x[t+1] - u[t] - lam (u[t] - u[t-1]) for d = 1
 
-Where another update is expected than the last one (AdamW), that one stands in place of the u's with lam.
+If the optimizer predicts another update than the last one (AdamW), that prediction replaces the u's that are multiplied
+by lam.
 
-`delays[s]` is the delay d of stage s: all 0 for a synchronous run, all 1 for 2BW, P-1-s for PipeDream. It shares no
-code with the pipeline but the optimizers and their groups.
+`delays[s]` is the delay d of stage s: all 0 for a synchronous run, all 1 for 2BW, P-1-s for PipeDream. The code shares
+only the optimizers and their groups with the pipeline.
 """
 
 from __future__ import annotations
@@ -44,21 +45,23 @@ def reference_run(
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The whole algorithm in one process. Returns the final z of every parameter and the loss of every step. `model`
-    itself is left at its last weights.
+    """Trains a model with the whole algorithm in one process. Returns the final z of every parameter and the loss of
+    every step.
+
+    `model` itself is left at its last weights.
 
     drift_warmups: for PACI. On stage s, the forward of a microbatch reads the version that was newest drift_warmups[s]
     microbatches ago, and its backward reads the newest.
 
-    dtype: x is rounded to it before anything is computed; z keeps the dtype of the model's parameters.
-    gradient_dtype: dtype in which the gradients of a step are added; None: that of x.
+    dtype: x is rounded to it before anything is computed; z keeps the dtype of the model's parameters. gradient_dtype:
+    dtype in which the gradients of a step are added. None means the dtype of x.
     """
     m = num_microbatches
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stage_of = _stages(model, layers_per_stage or [len(model)])
     delay_of = {name: delays[stage_of[name]] for name in parameters}
 
-    # x[name][v]: the weights of version v; u[name]: the latest update, already times lam d.
+    # x[name][v]: the weights of version v; predicted[name]: the latest update, already multiplied by lam d.
     x = {name: [p.detach().to(dtype or p.dtype, copy=True)] for name, p in parameters.items()}
     z = {name: p.detach().clone() for name, p in parameters.items()}
     predicted = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -110,7 +113,7 @@ def reference_run(
             clip = 1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (norm + 1e-6))
             before = {}
             for name, master in members:
-                before[name] = z[name] if dtype else x[name][-1] + predicted[name]  # rounding loses what x would tell
+                before[name] = z[name] if dtype else x[name][-1] + predicted[name]  # a rounded x does not determine z
                 if finite:
                     before[name] = before[name] * (1 - optimizer.param_groups[0]["lr"] * group.weight_decay)
                 master.data = before[name].clone()
@@ -129,7 +132,8 @@ def reference_run(
 
 
 def _expected(optimizer: torch.optim.Optimizer, master: nn.Parameter) -> Tensor | None:
-    """What comes next, if it is not the same update again: AdamW's, with Nesterov's term."""
+    """Returns the update that is predicted next: that of AdamW with Nesterov's term. None means the last update
+    again."""
     group = next(group for group in optimizer.param_groups if any(p is master for p in group["params"]))
     if not isinstance(optimizer, AdamW) or group["predictor"] == "last":
         return None
@@ -143,7 +147,7 @@ def _expected(optimizer: torch.optim.Optimizer, master: nn.Parameter) -> Tensor 
 
 
 def _stages(model: nn.Sequential, layers_per_stage: Sequence[int]) -> dict[str, int]:
-    """Parameter name to stage."""
+    """Maps the name of every parameter to its stage."""
     stage_of_layer = [stage for stage, size in enumerate(layers_per_stage) for _ in range(size)]
     layers = [name for name, _ in model.named_children()]
     return {name: stage_of_layer[layers.index(name.split(".")[0])] for name, _ in model.named_parameters()}

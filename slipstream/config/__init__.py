@@ -1,1 +1,1 @@
-"""The configuration of a run: its fields, its rules, and what follows from it."""
+"""The configuration of a run: its fields, the rules for their values, and what is derived from them."""

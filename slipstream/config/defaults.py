@@ -1,8 +1,8 @@
-"""What a configuration leaves open, chosen: by the machine, and by the optimizer.
+"""Chooses values for the fields that a configuration leaves open, by the machine and by the optimizer.
 
     config = settled(Config())          # train.device = "cpu" or "cuda", and all that follows from it
 
-A run writes its configuration down as it was settled, so that nothing about it has to be guessed later.
+A run saves the settled configuration, so that nothing about it has to be guessed later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from .layout import num_processes
 from .schema import Config, OptimizerSection
 
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.001} | {name: recipe.learning_rate for name, recipe in RECIPES.items()}
-"""The best of our own sweep (docs/results/delay.md, Learning rates); a start for other models, and no more."""
+"""Default peak learning rate by optimizer name: the best of our own sweep (docs/results/delay.md, Learning rates). For
+other models these values are only a starting point."""
 ADAMW_LEARNING_RATE = 0.003
-"""Of what AdamW takes beside another."""
+"""Default peak learning rate of AdamW for the parameters that another optimizer leaves to it."""
 
 
 def settled(config: Config, device: Literal["cpu", "cuda"] | None = None) -> Config:
-    """device: that is meant where train.device = "auto"; None: GPUs if there are enough."""
+    """Returns the configuration with the device, dtypes and learning rates filled in where they were left open.
+
+    device: device to choose if train.device = "auto". None means GPUs if there are enough, and CPUs otherwise.
+    """
     if config.train.device == "auto":
         has_enough = torch.cuda.is_available() and torch.cuda.device_count() >= num_gpus_wanted(config)
         chosen: Literal["cpu", "cuda"] = device or ("cuda" if has_enough else "cpu")
@@ -59,19 +63,19 @@ def may_share_a_gpu(config: Config) -> bool:
 
 
 def num_gpus_wanted(config: Config) -> int:
-    """On this machine, where every process wants one of its own; 1 where they share."""
+    """Returns the number of GPUs that the processes on this machine need: one for each, or 1 if they share a GPU."""
     if may_share_a_gpu(config):
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else num_processes(config)
 
 
 def leaves_rest_to_adamw(section: OptimizerSection) -> bool:
-    """Whether the optimizer takes matrices alone."""
+    """Returns whether the optimizer updates only matrices, so that AdamW updates all other parameters."""
     return section.name == "muon" or (section.name in RECIPES and RECIPES[section.name].matrices_only)
 
 
 def peak_rates_of(section: OptimizerSection) -> tuple[float, float]:
-    """The optimizer's own, and AdamW's beside it."""
+    """Returns the peak learning rates of the optimizer, and of AdamW for the parameters that are left to it."""
     rate = section.learning_rate
     if rate is None:
         rate = LEARNING_RATES[section.name] if section.name in LEARNING_RATES else _rate_of_class(section.name)
@@ -91,7 +95,7 @@ def optimizer_class(path: str) -> Any:
     if module_name:
         try:
             cls = getattr(importlib.import_module(module_name), class_name)
-        except Exception as error:  # it is the user's module, and may raise anything
+        except Exception as error:  # the user's module may raise any exception
             reason = f" ({error})"
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(

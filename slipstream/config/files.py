@@ -1,4 +1,4 @@
-"""Files that were named by hand, or found in a folder that anyone may have filled."""
+"""Opens files that a user named, or that were found in a folder whose content is unknown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 
 def open_plain_file(path: Path) -> io.BufferedReader:
-    """A pipe would be waited for and a device may have no end: what is no plain file is an OSError like any other."""
+    """Opens a regular file for reading.
+
+    Raises an OSError for anything else: opening a pipe could block, and reading a device might never end.
+    """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
     if stat.S_ISREG(mode):
@@ -26,13 +29,13 @@ def read_plain_file(path: Path) -> bytes:
 
 
 def check_output(path: Path) -> None:
-    """A pipe that nobody reads would be waited for: an OSError like any other."""
+    """Raises an OSError if the path is a pipe without a reader, because opening it for writing would block."""
     if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def expand_home(path: str | Path) -> Path:
-    """~ as the shell knows it; of somebody who is not known here, the path stays as it is."""
+    """Expands ~ as the shell does. The path is returned unchanged if the home folder is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Finds what a configuration names: an entry of a registry, or anything that can be imported."""
+"""Finds an object that a configuration names: an entry of a registry, or anything that can be imported."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{field} = {name!r} is unknown: {remedy}")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # it is the user's module, and may raise anything
+    except Exception as error:  # the user's module may raise any exception
         raise ConfigError(f"{field} = {name!r} cannot be imported ({error}): {remedy}") from error

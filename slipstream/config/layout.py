@@ -1,11 +1,12 @@
-"""The layout of a run: into how many stages its model is cut, where, and in how many replicas.
+"""Defines the layout of a run: the number of stages, the layers of each stage, and the number of replicas.
 
     4               four stages
     2x2             two stages, in each of two replicas
-    4/3,4,4,3       four stages of so many layers
+    4/3,4,4,3       four stages with these numbers of layers
 
-A run may change it on its way: after given steps (`pipeline.reshape = ["100=4", "200=2x2"]`), or when it is told to
-(`slipstream reshape RUN 4`). The batches stay what they were: with other replicas, each takes another share of them.
+A run can change its layout while it runs: after given steps (`pipeline.reshape = ["100=4", "200=2x2"]`), or on request
+(`slipstream reshape RUN 4`). The batches stay the same. If the number of replicas changes, each replica reads another
+share of every batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Layout:
     stages: int
     replicas: int = 1
     layers_per_stage: tuple[int, ...] = ()
-    """Empty: balanced by their cost."""
+    """Number of layers of each stage. Empty means that layers are distributed so that stages have equal cost."""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -55,14 +56,14 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Processes that it takes."""
+        """Returns the number of processes that the layout needs."""
         return self.stages * self.replicas
 
     def mesh(self, config: Config) -> Mesh:
         return Mesh(self.stages, self.replicas, config.pipeline.placement)
 
     def applied(self, config: Config) -> Config:
-        """The configuration of a run that has this layout, makes the same steps, and does not change it."""
+        """Returns the configuration of a run that has this layout from start to end and reads the same batches."""
         section = config.pipeline
         microbatches, rest = divmod(section.microbatches * section.replicas, self.replicas)
         if rest:
@@ -86,15 +87,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """When a run is to have which layout."""
+    """A layout, and the step from which a run has it."""
 
     step: int
-    """Updates made by then."""
+    """Number of updates after which the layout changes."""
     layout: Layout
 
 
 def layout_changes(config: Config) -> list[LayoutChange]:
-    """What pipeline.reshape says, in order."""
+    """Returns the layout changes of pipeline.reshape, in order."""
     found: list[LayoutChange] = []
     for text in config.pipeline.reshape:
         match = CHANGE.fullmatch(text.strip())
@@ -117,7 +118,7 @@ def layout_changes(config: Config) -> list[LayoutChange]:
 
 
 def num_processes(config: Config) -> int:
-    """That a run is started with."""
+    """Returns the number of processes that a run is launched with."""
     section = config.pipeline
     if section.processes is not None:
         return section.processes
@@ -125,7 +126,7 @@ def num_processes(config: Config) -> int:
 
 
 def validate_layouts(config: Config) -> None:
-    """All but what the model says to them."""
+    """Checks all layouts, as far as this is possible without the model."""
     section, layouts = config.pipeline, [change.layout for change in layout_changes(config)]
     size = section.stages * section.replicas
     if section.processes is not None and section.processes < (
@@ -154,11 +155,11 @@ def check_changeable(config: Config) -> None:
 
 
 def layout_at(config: Config, step: int) -> Layout:
-    """What pipeline.reshape comes to for a run that begins after so many updates."""
+    """Returns the layout, according to pipeline.reshape, of a run that starts after `step` updates."""
     passed = [change.layout for change in layout_changes(config) if change.step <= step]
     return passed[-1] if passed else Layout.of(config)
 
 
 def next_layout_change(config: Config, step: int) -> LayoutChange | None:
-    """The first after so many updates."""
+    """Returns the first layout change after `step` updates, or None if there is none."""
     return next((change for change in layout_changes(config) if change.step > step), None)

@@ -14,7 +14,10 @@ from .schema import Config, ModelSection
 
 
 def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
-    """The model that the configuration describes, for a corpus with so many token ids."""
+    """Returns the model that the configuration describes.
+
+    corpus_vocab_size: number of token ids in the corpus. The model needs at least as many.
+    """
     cls = find("model.name", config.model.name, MODELS)
     if not (isinstance(cls, type) and issubclass(cls, ModelSpec)):
         raise ConfigError(f"model.name = {config.model.name!r} is no ModelSpec: give the import path of one")
@@ -32,7 +35,7 @@ def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
 
 
 def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:
-    """The preset with the section's changes."""
+    """Builds the decoder from the preset and the fields that the section changes."""
     changes = {
         member.name: value
         for member in dataclasses.fields(ModelConfig)
@@ -43,7 +46,7 @@ def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:
 
 
 def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelSpec:
-    """A model of the user's own, with model.arguments and what else of the section has been set."""
+    """Builds a user's own model from model.arguments and the other fields of the section that are set."""
     section, fields = config.model, {member.name: member for member in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given: dict[str, Any] = dict(section.arguments)
     for member in dataclasses.fields(ModelSection):
@@ -64,7 +67,8 @@ def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelS
 
 
 def with_model(config: Config, model: ModelSpec) -> Config:
-    """The configuration with nothing of the model left to its preset or to the corpus."""
+    """Returns the configuration with all fields of the model filled in, so that none depends on the preset or the
+    corpus."""
     values = model.facts()
     names = {member.name for member in dataclasses.fields(ModelSection)} & values.keys()
     section = dataclasses.replace(config.model, **{name: values[name] for name in names})
@@ -72,6 +76,6 @@ def with_model(config: Config, model: ModelSpec) -> Config:
 
 
 def recomputed_layers(config: Config, model: ModelSpec) -> tuple[str, ...]:
-    """By name: every n-th block, from the first, whichever stage it is on."""
+    """Returns the names of the layers to recompute: every n-th block from the first, regardless of its stage."""
     every, blocks = config.train.recompute_every, model.layer_names[1:-1]
     return tuple(blocks[::every]) if every else ()

@@ -17,7 +17,8 @@ from .rules import has_experts
 from .schema import Config, OptimizerSection
 
 MAX_WARMUP_STEPS = 1000
-"""Of a run that does not say: what suits a short one is long for a long one."""
+"""Largest number of warmup steps in a run that does not set it. The default is a fraction of the run, which would be
+too long in a long run."""
 
 
 def parameter_groups(config: Config) -> list[Group]:
@@ -26,7 +27,7 @@ def parameter_groups(config: Config) -> list[Group]:
 
 
 def _balance_rate(section: OptimizerSection) -> float:
-    """That of DeepSeek-V3 (arXiv:2412.19437, section 4.2), unless another is given."""
+    """Returns the configured balance rate. The default is that of DeepSeek-V3 (arXiv:2412.19437, section 4.2)."""
     return 0.001 if section.balance_rate is None else section.balance_rate
 
 
@@ -72,7 +73,7 @@ def _optimizer_groups(config: Config) -> list[Group]:
     cls = optimizer_class(section.name)
     arguments: dict[str, float] = {"lr": rate, **section.arguments}
     if "weight_decay" in inspect.signature(cls).parameters:
-        arguments["weight_decay"] = 0.0  # ours is decoupled, and error feedback would extrapolate any other
+        arguments["weight_decay"] = 0.0  # the Group decays instead: error feedback would extrapolate this decay
     return [Group("all", partial(cls, **arguments), **shared)]
 
 
@@ -81,7 +82,7 @@ def adamw_predictor(section: OptimizerSection) -> str:
 
 
 def peak_rates(config: Config) -> dict[str, float]:
-    """By group, as `parameter_groups` names them."""
+    """Returns the peak learning rate of every group, by the names of `parameter_groups`."""
     section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
     rate, adamw_rate = peak_rates_of(section)
     balance = {"balance": _balance_rate(section)} if has_experts(config) else {}
@@ -94,7 +95,7 @@ def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]
     recipe = RECIPES[section.name]
     try:
         return recipe.optimizer(peak_rates_of(section)[0], section.arguments)
-    except (ImportError, AttributeError) as error:  # without the package, or with one too old to have the class
+    except (ImportError, AttributeError) as error:  # the package is missing, or too old to have the class
         raise ConfigError(
             f"optimizer.name = {section.name!r} needs pytorch-optimizer 4.1 or newer ({error}): "
             "pip install --upgrade pytorch-optimizer"
@@ -102,7 +103,7 @@ def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:
-    """By update: what every peak rate is multiplied by."""
+    """Returns the function from the number of an update to the factor that multiplies every peak learning rate."""
     section, steps = config.optimizer, config.optimizer.horizon_steps or config.train.steps
     warmup, decay = section.warmup_steps, section.decay_steps
     if warmup is None:

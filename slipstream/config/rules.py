@@ -1,6 +1,6 @@
-"""Checks a configuration, and derives what follows from it without looking at data.
+"""Checks a configuration, and derives from it what does not depend on data.
 
-Every mistake is a `ConfigError` of one sentence that names the field, the value and the remedy.
+Every mistake raises a `ConfigError` with one sentence that names the field, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def schedule_of(config: Config) -> Schedule:
     )
 
 
-# ---- what cannot be
+# ---- invalid values
 AT_LEAST = {
     "train.steps": 1,
     "train.microbatch_size": 1,
@@ -76,12 +76,13 @@ AT_MOST = {
     "optimizer.error_feedback": 1e30,
     "optimizer.balance_rate": 1e30,
 }
-"""Far beyond any use, and short of what looks like a hang or float32 cannot hold."""
+"""Largest values of some fields. They are far larger than any useful value, but small enough that a run does not seem
+to hang and that float32 can hold them."""
 
 
 def validate(config: Config) -> None:
-    """What can be said without looking at data or model; the rest is said when those are built."""
-    from ..optim.learning_rate import SCHEDULES as LEARNING_RATES  # here, because they come with torch
+    """Checks everything that does not depend on data or model. The rest is checked when those are built."""
+    from ..optim.learning_rate import SCHEDULES as LEARNING_RATES  # imported here, because this imports torch
 
     values = dict(_walk(config))
     for path, value in values.items():
@@ -117,7 +118,7 @@ def validate(config: Config) -> None:
 
 
 def _walk(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value and its path; those of a list or a table one by one."""
+    """Yields every value with its path. The items of a list or a table are yielded one by one."""
     for member in dataclasses.fields(section):
         value, path = getattr(section, member.name), f"{where}{member.name}"
         if dataclasses.is_dataclass(value):
@@ -131,7 +132,10 @@ def _walk(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_unicode(text: str) -> bool:
-    """An argument that was not decodable carries surrogates, which no file takes."""
+    """Returns whether a text can be encoded as UTF-8.
+
+    A command line argument that could not be decoded contains surrogates, which cannot be written to a file.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -179,7 +183,7 @@ def _validate_pipeline(config: Config) -> None:
     try:
         schedule_of(config)
     except ScheduleError as error:
-        # Everything else it could object to has been looked at above.
+        # All other errors that a schedule can raise have been excluded above.
         raise ConfigError(f"pipeline.microbatches = {section.microbatches} cannot be: {error}") from error
 
 
@@ -240,7 +244,8 @@ def _validate_balance(config: Config, rate: float) -> None:
 
 
 def _validate_recipe(section: OptimizerSection, known: Mapping[str, float]) -> None:
-    """The classes take any argument and say nothing of those they do not know."""
+    """Checks the arguments of a recipe here, because the optimizer classes silently ignore arguments they do not
+    know."""
     for name, value in section.arguments.items():
         if name not in known:
             raise ConfigError(

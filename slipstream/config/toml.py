@@ -17,13 +17,13 @@ from .rules import choose
 from .schema import Config
 
 
-# ---- TOML in and out
+# ---- reading and writing TOML
 def load_toml(path: Path) -> Config:
     try:
         tree = tomllib.loads(read_plain_file(path).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, a number without end, tables without end
+    except (ValueError, RecursionError) as error:  # bad TOML or UTF-8, too long a number, too deeply nested tables
         raise ConfigError(f"{path} is not valid TOML ({error}): mend it there") from error
     return build(Config, tree, f"{path}: ")
 
@@ -53,7 +53,7 @@ def _suggest(name: str, hints: dict[str, Any]) -> str:
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        if value is None:  # which JSON has, and TOML has not
+        if value is None:  # JSON has null, TOML has no such value
             return None
         return _convert(next(a for a in arguments if a is not types.NoneType), value, where)
     if origin is Literal and isinstance(value, str):
@@ -80,7 +80,7 @@ def _to_float(value: int, where: str) -> float:
 
 
 def wanted(hint: Any) -> str:
-    """What to write for a field of this type, in TOML or on the command line."""
+    """Returns a text that says what to write for a field of this type, in TOML or on the command line."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return wanted(next(a for a in arguments if a is not types.NoneType))
@@ -94,7 +94,8 @@ def wanted(hint: Any) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """What `load_toml` reads back to the same configuration; fields without a value are left out."""
+    """Returns the configuration as TOML, from which `load_toml` reads the same configuration. Fields without a value
+    are left out."""
     lines = []
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
@@ -109,7 +110,7 @@ def literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # TOML's escapes are JSON's, except that it has no surrogate pairs and does not take a bare DEL.
+        # The escapes of TOML are those of JSON, but TOML has no surrogate pairs and does not accept an unescaped DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(literal, value)) + "]"

@@ -1,4 +1,5 @@
-"""Text in, the same batches out for whoever asks: a corpus is token ids, a batch a function of its index."""
+"""Turns text into batches. A corpus is a sequence of token ids. A batch is a function of its index, so all processes
+get the same batches."""
 
 from .batches import Batches, ValidationBatches, validation_batches
 from .corpus import Corpus, DataConfig, load_corpus

@@ -1,8 +1,7 @@
-"""Which windows of the corpus make which microbatch: a function of the index, with no state to restore.
+"""Chooses the windows of the corpus for each microbatch, as a function of its index. There is no state to restore.
 
-A corpus of n tokens has (n - 1) // sequence_length windows. Window w reads the tokens from
-w * sequence_length on, and its targets are the same tokens one place later. An epoch visits every window
-once, in an order of its own.
+A corpus of n tokens has (n - 1) // sequence_length windows. Window w reads the tokens from w * sequence_length on, and
+its targets are the same tokens shifted by one. An epoch visits every window once, and every epoch has another order.
 """
 
 from __future__ import annotations
@@ -20,27 +19,28 @@ from ..model.decoder import IGNORE
 from .tokens import DataError, Tokens
 
 BLOCK = 1024
-"""Samples whose windows are looked up together: a few cost almost as much as all of them."""
+"""Number of samples whose windows are computed together. Computing a few takes almost as long as computing all of
+them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The training data: `batches(step, microbatch)` gives (inputs, targets).
+    """The training data: `batches(step, microbatch)` returns (inputs, targets).
 
-    Samples are numbered through the run: the rows of a microbatch, then microbatches and steps. So a step reads the
-    same windows however it is divided, into microbatches or among replicas.
+    Samples are numbered through the whole run, first over the rows of a microbatch, then over microbatches, then over
+    steps. So a step reads the same windows no matter how it is divided into microbatches or among replicas.
     """
 
     tokens: Tokens
-    """What to draw from."""
+    """Tokens to read from."""
     sequence_length: int
-    """Tokens in each row."""
+    """Number of tokens in each row."""
     microbatch_size: int
-    """Rows in each microbatch."""
+    """Number of rows in each microbatch."""
     num_microbatches: int
-    """In each step, those of all replicas."""
+    """Number of microbatches in each step, over all replicas."""
     seed: int = 0
-    """Which order the windows come in."""
+    """Seed of the order of the windows."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -52,15 +52,15 @@ class Batches:
 
     @property
     def num_windows(self) -> int:
-        """Samples in an epoch."""
+        """Returns the number of samples in an epoch."""
         return _num_windows(self.tokens, self.sequence_length)
 
     def num_tokens(self, step: int) -> int:
-        """Targets that count in the whole batch of a step."""
+        """Returns the number of targets that count in the loss, in the whole batch of a step."""
         return self.num_microbatches * self.microbatch_size * self.sequence_length
 
     def windows(self, step: int, microbatch: int) -> list[int]:
-        """The windows of one microbatch, which is counted from 0 in each step."""
+        """Returns the windows of one microbatch. Microbatches are counted from 0 in each step."""
         if step < 0 or not 0 <= microbatch < self.num_microbatches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
         first = (step * self.num_microbatches + microbatch) * self.microbatch_size
@@ -71,13 +71,13 @@ class Batches:
         return order[start : start + self.microbatch_size].tolist()
 
     def __call__(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 of shape (microbatch_size, sequence_length)."""
+        """Returns inputs and targets, each int64 of shape (microbatch_size, sequence_length)."""
         return _read(self.tokens, self.windows(step, microbatch), self.sequence_length)
 
 
 @dataclass(frozen=True, eq=False)
 class ValidationBatches:
-    """Held-out windows in their own order: `batches(index)` for index in range(len(batches))."""
+    """The validation data, in the order of the corpus: `batches(index)` for index in range(len(batches))."""
 
     tokens: Tokens
     sequence_length: int
@@ -88,11 +88,14 @@ class ValidationBatches:
         return self.num_batches
 
     def num_tokens(self, index: int) -> int:
-        """Targets that count in one batch."""
+        """Returns the number of targets that count in the loss, in one batch."""
         return len(self._windows(index)) * self.sequence_length
 
     def __call__(self, index: int) -> tuple[Tensor, Tensor]:
-        """As of `Batches`; where windows run out, rows are padded with zeros and their targets are IGNORE."""
+        """Returns inputs and targets of the same shape as in `Batches`.
+
+        In the last batch, missing rows are filled with zeros, and their targets are IGNORE.
+        """
         inputs, targets = _read(self.tokens, self._windows(index), self.sequence_length)
         missing = (self.microbatch_size - len(inputs), self.sequence_length)
         inputs = torch.cat((inputs, inputs.new_zeros(missing)))
@@ -108,7 +111,10 @@ class ValidationBatches:
 def validation_batches(
     tokens: Tokens, sequence_length: int, microbatch_size: int, max_batches: int | None = None
 ) -> ValidationBatches:
-    """Every held-out window once, in as many batches as that takes, or the first `max_batches` of them."""
+    """Returns batches that contain every held-out window once.
+
+    max_batches: only the first `max_batches` batches are used. None means all.
+    """
     _check_positive(sequence_length=sequence_length, microbatch_size=microbatch_size)
     _check_window(tokens, sequence_length, "validation")
     num_batches = -(-_num_windows(tokens, sequence_length) // microbatch_size)
@@ -124,10 +130,11 @@ def _shuffled_block(block: int, size: int, num_windows: int, seed: int) -> np.nd
 
 
 def shuffled(samples: Sequence[int], num_windows: int, seed: int) -> np.ndarray:
-    """The window that each sample reads: each epoch permutes the windows, without a table of any size.
+    """Returns the window that each sample reads. Each epoch is a permutation of the windows, which needs no table in
+    memory.
 
-    A Feistel network permutes the numbers below the next power of four, whatever its round function; a number
-    that is no window is sent through again until it is one (cycle walking, Black and Rogaway 2002).
+    A Feistel network is a permutation of the numbers below the next power of four, for any round function. A result
+    that is not a valid window goes through the network again until it is one (cycle walking, Black and Rogaway 2002).
     """
     epochs, windows = np.divmod(np.asarray(samples, dtype=np.uint64), np.uint64(num_windows))
     half = np.uint64((max(num_windows - 1, 1).bit_length() + 1) // 2)
@@ -149,7 +156,8 @@ def _round_keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of x. Products wrap at 64 bits."""
+    """Applies the finaliser of splitmix64: every bit of the result depends on every bit of x. Products wrap at 64
+    bits."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

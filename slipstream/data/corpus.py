@@ -1,4 +1,4 @@
-"""`load_corpus`: what a `DataConfig` names, as token ids to train on and token ids held out."""
+"""Loads the sources of a `DataConfig` as token ids: those to train on, and those held out for validation."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .tokens import DataError, Tokens, num_held_out
 _BUILTIN_BYTES = 16 * 2**20
 _NOT_BUILTIN = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
-    *("encodings", "pydoc_data"),  # generated: character tables, and one long help text
+    *("encodings", "pydoc_data"),  # generated files: character tables, and one long help text
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     train: Tokens
-    """What batches are drawn from."""
+    """Tokens to train on."""
     validation: Tokens
-    """What is never trained on; empty if nothing was held out."""
+    """Tokens for validation, never trained on. Empty if nothing was held out."""
     vocab_size: int
-    """Every id is below it."""
+    """Number of token ids. Every id is smaller."""
     tokenizer: str
-    """What made the ids: "bytes", a tokenizer file's name and hash, or "unknown"."""
+    """Name of the tokenizer that made the ids: "bytes", a file's name and hash, or "unknown"."""
     tokenizer_json: bytes | None = None
-    """That file; None: there is none, or nobody knows where."""
+    """Content of the tokenizer's file. None means that there is no such file, or that its path is unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,9 @@ class _Part:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Reads or maps everything `config` names, and checks it.
+    """Reads or memory-maps all sources of `config`, and checks them.
 
-    Text is held in memory as ids; prepare shards from what is too large for that.
+    Text is held in memory as ids. If it is too large for that, prepare shards from it.
     """
     if not 0 <= config.validation_fraction < 1:
         raise DataError(f"data.validation_fraction is {config.validation_fraction}: set it to at least 0 and below 1.")
@@ -111,7 +111,7 @@ def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
 
 
 def _tokenizer_of(shard: Path, name: str) -> bytes | None:
-    """What lies beside a shard, if it is what made it."""
+    """Returns the tokenizer file next to a shard, or None if there is none or if it did not make the shard."""
     with suppress(OSError):
         source = read_plain_file(tokenizer_beside(shard))
         return source if name_of(name.rsplit(" ", 1)[0], source) == name else None
@@ -125,7 +125,8 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, held_out: bool = Fals
 
 
 def _read_builtin(config: DataConfig) -> list[_Part]:
-    """The standard library, every file a document; the hash of its name says whether a file is held out."""
+    """Reads Python's standard library. Every file is a document. A hash of its name decides whether a file is held
+    out."""
     tokenizer = load_tokenizer(config.tokenizer, "data.", config.end_of_text)
     pieces: dict[bool, list[Piece]] = {False: [], True: []}
     total = 0
@@ -141,7 +142,7 @@ def _read_builtin(config: DataConfig) -> list[_Part]:
 
 
 def _builtin_files() -> list[tuple[str, Path]]:
-    """Name and path of every source file, sorted by name, without tests, packages and build products."""
+    """Returns name and path of every source file, sorted by name, without tests, packages and generated files."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):

@@ -1,11 +1,12 @@
-"""Who reads the corpus of a run: a name, or the import path of a function of your own.
+"""Loads the corpus of a run with a loader that is chosen by name, or by the import path of your own function.
 
     def load(config: DataConfig) -> Corpus: ...
 
     slipstream train --data.loader mypackage.data.load --data.sources anything the function understands
 
-The function returns token ids to train on and token ids held out; `Tokens` takes arrays, also memory-mapped ones. Every
-process calls it, and all must get the same tokens. Batches, resume, replicas and studies work on what it returns.
+The function returns token ids to train on and token ids held out. `Tokens` takes arrays, which may be memory-mapped.
+Every process calls the function, and all must get the same tokens. Batches, resuming, replicas and studies work with
+what it returns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .corpus import Corpus, load_corpus
 from .tokens import DataError
 
 LOADERS: dict[str, Callable[[DataConfig], Corpus]] = {"files": load_corpus}
-"""By the name that `data.loader` uses."""
+"""Loaders by the name that `data.loader` uses."""
 
 
 def corpus_of(config: DataConfig) -> Corpus:
@@ -29,7 +30,7 @@ def corpus_of(config: DataConfig) -> Corpus:
         corpus = load(config)
     except DataError:
         raise
-    except Exception as error:  # it is the user's function, and may raise anything
+    except Exception as error:  # the user's function may raise any exception
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"data.loader = {config.loader!r} failed ({reason}): change the function") from error
     if not isinstance(corpus, Corpus):

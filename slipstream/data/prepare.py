@@ -1,4 +1,4 @@
-"""Turn text into token shards once, so that training maps them instead of tokenising."""
+"""Turns text into token shards once, so that training can map them into memory instead of tokenising text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tokens import DataError, num_held_out
 
 @contextmanager
 def _folder(folder: Path) -> Iterator[None]:
-    """There while the block runs, and afterwards: but if it fails, what was made for it is gone again."""
+    """Creates the folder for a block of code. If the block fails, removes the folders that were created."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -44,13 +44,16 @@ def prepare(
     overwrite: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Write PREFIX.train.00000.bin ... and PREFIX.validation.00000.bin ..., and return them in that order. Beside them,
-    PREFIX.tokenizer.json is the tokenizer, unless tokens are bytes.
+    """Writes PREFIX.train.00000.bin ... and PREFIX.validation.00000.bin ..., and returns them in that order.
 
-    The ids are those that `load_corpus` makes of the same text, the last `validation_fraction` of them held
-    out. Neither text nor ids are ever whole in memory; the disk briefly holds the ids twice, because where
-    the held-out part begins is known only at the end. Shards appear under their names when all are finished.
-    `progress(done_bytes, total_bytes)` is called as the text is read, `tell(sentence)` with what there was in it.
+    The tokenizer is written to PREFIX.tokenizer.json, unless tokens are bytes.
+
+    The ids are the same as those that `load_corpus` makes from the text. The last `validation_fraction` of them are
+    held out. Neither the text nor the ids are ever completely in memory. For a short time the disk holds the ids twice,
+    because the start of the held-out part is known only at the end. Shards get their names when all are finished.
+
+    progress: called with (done_bytes, total_bytes) while the text is read. tell: called with a sentence that describes
+    the result.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens is {shard_tokens}: set it to 1 or more.")
@@ -110,10 +113,10 @@ def prepare(
         else:
             (Path(folder) / kept.name).write_bytes(chosen.source)
             os.replace(Path(folder) / kept.name, kept)
-        for old in stale:  # an earlier, longer set must not leave its tail behind
+        for old in stale:  # of an earlier, longer set of shards nothing may remain
             old.unlink()
             sidecar(old).unlink(missing_ok=True)
-        for name in names:  # the sidecar first: a shard is never seen without it
+        for name in names:  # the sidecar first: a shard never exists without it
             shard = prefix.parent / name
             os.replace(sidecar(Path(folder) / name), sidecar(shard))
             os.replace(Path(folder) / name, shard)

@@ -1,7 +1,7 @@
-"""Token shards: NAME.bin, raw little-endian ids, memory-mapped; NAME.json beside it says what they are.
+"""Reads and writes token shards: NAME.bin holds raw little-endian ids and is memory-mapped; NAME.json describes them.
 
-Nothing here is ever unpickled: a shard is numbers of a known width, and one that does not fit its
-description is refused.
+Nothing here is ever unpickled. A shard is numbers of a known width, and a shard that does not fit its description is
+rejected.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _CHUNK_TOKENS = 2**24
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The sidecar."""
+    """The content of a sidecar, the .json file that describes a shard."""
 
     dtype: str
-    """One of DTYPES."""
+    """Dtype of the ids, one of DTYPES."""
     vocab_size: int
-    """Every id is below it."""
+    """Number of token ids. Every id is smaller."""
     num_tokens: int
-    """How many ids the shard holds."""
+    """Number of ids in the shard."""
     tokenizer: str
-    """What made them, see `text.Tokenizer`."""
+    """Name of the tokenizer that made the ids, see `text.Tokenizer`."""
     split: str = "train"
-    """"train", or "validation" for ids that must be kept from training."""
+    """Part of the corpus: "train", or "validation" for ids that are held out."""
 
 
 def sidecar(shard: Path) -> Path:
@@ -41,7 +41,7 @@ def sidecar(shard: Path) -> Path:
 
 
 def tokenizer_beside(shard: Path) -> Path:
-    """Where `prepare` leaves the tokenizer of all shards of a prefix."""
+    """Returns the path at which `prepare` writes the tokenizer of all shards with the same prefix."""
     return shard.with_name(f"{shard.name.rsplit('.', 3)[0]}.tokenizer.json")
 
 
@@ -50,7 +50,10 @@ def write_sidecar(shard: Path, info: ShardInfo) -> None:
 
 
 def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardInfo]:
-    """Map a shard and check every id; `token_dtype` is what to believe where there is no sidecar."""
+    """Maps a shard into memory and checks every id.
+
+    token_dtype: dtype of the ids if there is no sidecar.
+    """
     info = _read_sidecar(sidecar(shard)) if sidecar(shard).exists() else None
     if info is None and token_dtype is None:
         raise DataError(
@@ -84,7 +87,7 @@ def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardI
 
 
 def _largest(ids: np.ndarray) -> int:
-    """The largest id, read in chunks so that a shard larger than memory does not fill it."""
+    """Returns the largest id. Reads in chunks, so that a shard larger than memory does not fill it."""
     return max(int(ids[start : start + _CHUNK_TOKENS].max()) for start in range(0, len(ids), _CHUNK_TOKENS))
 
 

@@ -1,8 +1,8 @@
-"""From files to token ids: which files, which documents in them, which tokenizer.
+"""Turns files into token ids: finds the files, splits them into documents, and applies a tokenizer.
 
-Files are read in pieces and never whole, so that `prepare` can take any number of gigabytes. A document is
-one line of a .jsonl file, or what stands between two lines `<|endoftext|>` of a .txt file. Each ends with
-the tokenizer's own token for that, and with a zero byte where tokens are bytes.
+Files are read in pieces and never as a whole, so that `prepare` can read any number of gigabytes. A document is one
+line of a .jsonl file, or the text between two lines `<|endoftext|>` of a .txt file. Each document ends with the
+tokenizer's end-of-text token, or with a zero byte if tokens are bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..config.files import expand_home
 from .tokens import DataError
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")
-"""What tokenizers call the token that ends a document, in the order in which they are looked for."""
+"""Names of the token that ends a document, in the order in which they are looked up in a tokenizer."""
 NO_END_OF_TEXT = "none"
 TEXT_SUFFIXES = (".txt", ".jsonl")
 SHARD_SUFFIX = ".bin"
@@ -36,19 +36,19 @@ _GROUP_CHARACTERS = 2**21
 @dataclass(frozen=True)
 class Tokenizer:
     name: str
-    """What made the ids: "bytes", or a file's name and the start of its SHA-256."""
+    """Name of the tokenizer: "bytes", or a file's name and the start of its SHA-256."""
     vocab_size: int
-    """Every id is below it."""
+    """Number of token ids. Every id is smaller."""
     end_of_text: int | None
-    """The id that ends a document."""
+    """Id of the token that ends a document. None means that nothing marks the end."""
     encode: Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]
-    """The ids of each of several texts."""
+    """Function that returns the ids of each of several texts."""
     source: bytes | None = None
-    """The tokenizer.json; None: of bytes."""
+    """Content of the tokenizer.json. None for the tokenizer "bytes"."""
 
     @property
     def dtype(self) -> str:
-        """The narrowest type that holds every id."""
+        """Returns the narrowest dtype that holds every id."""
         return "uint8" if self.vocab_size <= 2**8 else "uint16" if self.vocab_size <= 2**16 else "uint32"
 
 
@@ -56,13 +56,16 @@ class Piece(NamedTuple):
     text: str
     ends_document: bool
     position: int
-    """Bytes of the file read so far."""
+    """Number of bytes of the file read so far."""
 
 
 def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer "bytes", or the one in a tokenizer.json, or in a folder that has one. section: what errors put
-    before the names of the two settings. end_of_text: the token that ends a document; None: the one of ENDS_OF_TEXT
-    that the tokenizer has; NO_END_OF_TEXT: documents are not told apart."""
+    """Loads the tokenizer "bytes", or that of a tokenizer.json, or of a folder that contains one.
+
+    section: prefix of the names of the two settings in error messages. end_of_text: the token that ends a document.
+    None means the first of ENDS_OF_TEXT that the tokenizer has. NO_END_OF_TEXT means that nothing marks the end of a
+    document.
+    """
     field = f"{section}tokenizer"
     if tokenizer == "bytes":
         if end_of_text not in (None, NO_END_OF_TEXT):
@@ -87,12 +90,12 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
         ) from None
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise DataError(
             f"{field} is {tokenizer!r}, which is no tokenizer ({error}): "
             "give a tokenizer.json as the tokenizers library saves it."
         ) from None
-    # A file made for a classifier may cut or pad whatever it is given.
+    # A tokenizer.json for a classifier may truncate or pad its input.
     library.no_truncation()
     library.no_padding()
     source = path.read_bytes()
@@ -106,7 +109,7 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
 
 
 def name_of(file: str, source: bytes) -> str:
-    """By which ids know the tokenizer that made them."""
+    """Returns the name that identifies a tokenizer file: the name of the file and the start of its SHA-256."""
     return f"{file} {hashlib.sha256(source).hexdigest()[:16]}"
 
 
@@ -126,7 +129,10 @@ def _end_of_text(id_of: Callable[[str], int | None], tokenizer: str, section: st
 
 
 def expand(sources: Sequence[str], field: str) -> list[Path]:
-    """The files that files, folders and globs stand for, in a stable order; errors call them `field`."""
+    """Returns the files that a list of files, folders and globs refers to, in a stable order.
+
+    field: name of the setting in error messages.
+    """
     suffixes = (*TEXT_SUFFIXES, SHARD_SUFFIX)
     known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     files: list[Path] = []
@@ -152,14 +158,17 @@ def expand(sources: Sequence[str], field: str) -> list[Path]:
 
 
 def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
-    """The text of one .txt or .jsonl file, document by document; a long document comes in several pieces."""
+    """Yields the text of one .txt or .jsonl file, document by document. A long document is yielded in several
+    pieces."""
     return _read_jsonl(path, text_field) if path.suffix == ".jsonl" else _read_text(path)
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """The ids of pieces, many at a time since tokenizers work in parallel, and the position of the last.
+    """Yields the ids of many pieces at a time, and the position of the last piece. Tokenizers encode many texts in
+    parallel.
 
-    Where a document comes in several pieces, a tokenizer may join a few characters at a seam differently.
+    If a document has several pieces, a tokenizer may split a few characters at their boundaries differently than in the
+    whole document.
     """
     for group in _groups(pieces):
         ids = []
@@ -185,10 +194,10 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _read_text(path: Path) -> Iterator[Piece]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    inside = False  # a document that has begun and not ended
+    inside = False  # a document has begun and not ended
     with path.open("rb") as file:
         while True:
-            # Up to the end of a line, so that no separator is cut; but no line is followed for ever.
+            # Reads up to the end of a line, so that no separator is cut. A very long line is cut nevertheless.
             block = file.read(_PIECE_BYTES) + file.readline(_PIECE_BYTES)
             try:
                 text = decoder.decode(block, final=not block)
@@ -221,7 +230,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Piece]:
             where = f"{str(path)!r} line {number}"
             try:
                 document = json.loads(line)
-            except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
+            except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
                 raise DataError(f"{where} is not JSON ({error}): write one object on each line.") from None
             text = document.get(text_field) if isinstance(document, dict) else None
             if not isinstance(text, str):

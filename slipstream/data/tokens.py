@@ -1,4 +1,4 @@
-"""Token ids, one after another, wherever they lie; and the one error that everything about data raises."""
+"""Defines a sequence of token ids, in memory or on disk, and the error that all functions for data raise."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 
 class DataError(ValueError):
-    """A mistake in the data or its settings, in one sentence: the field or file, its value, the remedy."""
+    """Raised for a mistake in the data or its settings, with one sentence: the field or file, its value, the remedy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """One sequence of token ids laid over 1-D arrays, in memory or memory-mapped, without copying them."""
+    """A sequence of token ids, made of several 1-D arrays without copying them. They are in memory or memory-mapped."""
 
     parts: tuple[np.ndarray, ...]
 
@@ -28,7 +28,7 @@ class Tokens:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy, as int64, of the ids from start to stop; the only place where ids leave the disk."""
+        """Returns a copy, as int64, of the ids from start to stop. Only this method reads ids from disk."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"ids {start} to {stop} of {len(self)}")
         ids = np.empty(stop - start, dtype=np.int64)
@@ -41,7 +41,7 @@ class Tokens:
         return ids
 
     def split(self, at: int) -> tuple[Tokens, Tokens]:
-        """The ids before `at` and those from it on."""
+        """Returns the ids before index `at`, and those from `at` on."""
         before, after = [], []
         for start, part in zip(self._starts[:-1], self.parts, strict=True):
             cut = min(max(at - start, 0), len(part))
@@ -51,5 +51,5 @@ class Tokens:
 
 
 def num_held_out(num_tokens: int, validation_fraction: float) -> int:
-    """How many ids at the end of a corpus are kept from training, when nobody named a validation set."""
+    """Returns the number of ids at the end of a corpus that are held out if no validation set is configured."""
     return int(num_tokens * validation_fraction)

@@ -1,1 +1,1 @@
-"""The decoder that `slipstream train` trains, with its presets."""
+"""The models that `slipstream train` trains, and the presets of its decoder."""

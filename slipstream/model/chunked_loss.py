@@ -1,13 +1,14 @@
-"""The loss without the logits: projection and cross entropy over chunks of tokens.
+"""Computes the loss without holding all logits: projection and cross entropy over chunks of tokens.
 
     model, loss = decoder_and_loss(config, chunk_tokens=1024)
     loss(model(tokens), targets).backward()
 
-Logits are tokens x vocabulary, and with 50K entries or more they, their softmax and their gradient outweigh everything
-else the last stage holds. Here the head hands over its normalised input and the weight of its projection, and one chunk
-of logits exists at a time. The gradient of a chunk is known with its loss, so the forward computes both: nothing is
-projected twice, and the weights that a gradient is made of are those of its forward, whatever becomes of them later.
-Between forward and backward one gradient of the hidden states and one of the weight are kept.
+Logits have the shape tokens x vocabulary. With a vocabulary of 50K or more, the logits, their softmax and their
+gradient take more memory than everything else on the last stage. Here the head returns its normalised input and the
+weight of its projection, and the logits of only one chunk exist at a time. The gradient of a chunk can be computed
+together with its loss, so the forward computes both. Nothing is projected twice, and the gradient belongs to the
+weights of the forward, even if they change afterwards. Between forward and backward, one gradient of the hidden states
+and one of the weight are kept.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ from .decoder import IGNORE, ModelConfig, decoder, next_token_loss
 def decoder_and_loss(
     config: ModelConfig, chunk_tokens: int = 0
 ) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
-    """The model, and the loss of what it returns: of logits, or with `chunk_tokens` of what they would be made of."""
+    """Returns the model, and the loss function for its output.
+
+    chunk_tokens: 0 means that the model returns logits. Otherwise it returns the input and the weight of the last
+    projection, and the loss projects this number of tokens at a time.
+    """
     if not chunk_tokens:
         return decoder(config), next_token_loss
     return decoder(config, logits=False), partial(chunked_next_token_loss, chunk_tokens=chunk_tokens)
 
 
 def chunked_next_token_loss(outputs: tuple[Tensor, Tensor], targets: Tensor, chunk_tokens: int) -> Tensor:
-    """`next_token_loss` of what the outputs would be projected to. outputs: of `decoder(config, logits=False)`."""
+    """Computes `next_token_loss` of the logits that the outputs would be projected to.
+
+    outputs: the output of `decoder(config, logits=False)`.
+    """
     hidden, weight = outputs
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     if not torch.is_grad_enabled():
@@ -51,14 +59,18 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (scale,) = gradients
-        # In place, for the weight's is large. Should anyone come back for the same graph, autograd sees the change.
+        # In place, because the gradient of the weight is large. If a second backward uses the same graph, autograd
+        # detects the change.
         return *(None if kept is None else kept.mul_(scale) for kept in ctx.saved_tensors), None, None
 
 
 def _walk(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, needs_hidden: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss and its gradients. hidden: (tokens, dim), weight: (vocabulary, dim), targets: (tokens,)"""
+    """Returns the loss and its gradients with respect to hidden and weight.
+
+    hidden: (tokens, dim), weight: (vocabulary, dim), targets: (tokens,)
+    """
     precise = torch.promote_types(weight.dtype, torch.float32)
     loss = torch.zeros((), dtype=precise, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
@@ -74,17 +86,19 @@ def _walk(
             hidden_gradient[rows] = gradient @ weight
         if weight_gradient is not None and weight_gradient.dtype == weight.dtype:
             weight_gradient.addmm_(gradient.t(), chunk)
-        elif weight_gradient is not None:  # many chunks are added up: more finely than each was computed
+        elif weight_gradient is not None:  # many chunks are summed, in a finer dtype than each is computed in
             weight_gradient += gradient.t() @ chunk
-        del gradient  # before the next chunk has its logits
+        del gradient  # before the logits of the next chunk are allocated
     return loss, hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
 
 
 def _project(
     chunk: Tensor, weight: Tensor, targets: Tensor, precise: torch.dtype, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of a chunk, and its gradient with respect to the logits: softmax - one-hot, nothing where there is no
-    target."""
+    """Returns the loss of a chunk, and its gradient with respect to the logits.
+
+    The gradient is softmax - one-hot, and 0 where there is no target.
+    """
     log_probabilities = F.log_softmax(chunk @ weight.t(), dim=-1, dtype=precise)
     loss = F.nll_loss(log_probabilities, targets, ignore_index=IGNORE, reduction="sum")
     if not needs_gradient:

@@ -1,15 +1,15 @@
-"""A decoder in the style of Llama and SmolLM2, written to be cut.
+"""A decoder in the style of Llama and SmolLM2 that can be cut into stages.
 
-It is an `nn.Sequential` of named layers (embedding, block0, block1, ..., head), each fed by the one before
-alone, and it never hears of pipelines. Blocks are dense or, with `num_experts`, mixtures of experts (moe.py). Any slice
-of it is a model whose parameters keep their names:
+It is an `nn.Sequential` of named layers (embedding, block0, block1, ..., head). The input of each layer is the output
+of the layer before, and nothing else. The model contains no code for pipelines. Blocks are dense or, with
+`num_experts`, mixtures of experts (experts.py). Any slice of it is a model whose parameters keep their names:
 
     config = PRESETS["tiny"]
     with torch.device("meta"):
         model = decoder(config)[2:4]                          # block1 and block2
     initialise(model.to_empty(device="cpu"), config, seed=0)  # the weights they have in the whole model
 
-Projections, rotary convention and norms are those of transformers' LlamaForCausalLM; only the names differ.
+Projections, rotary convention and norms are those of LlamaForCausalLM in transformers; only the names differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .presets import ModelConfig, layer_names
 from .spec import generator
 
 IGNORE = -100
-"""A target that counts for nothing: padding, or a position nobody is asked about."""
+"""Target of positions that do not count in the loss, such as padding."""
 
 WRITE_TO_THE_RESIDUAL_STREAM = (
     "attention.output.weight",
@@ -34,13 +34,13 @@ WRITE_TO_THE_RESIDUAL_STREAM = (
     "mlp.experts.down",
     "mlp.shared.down.weight",
 )
-"""How the names of these parameters end."""
+"""Endings of the names of the parameters that write to the residual stream."""
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries."""
 
-    cosine: Tensor  # (sequence_length, head_dim / 2), as is sine
+    cosine: Tensor  # (sequence_length, head_dim / 2); sine has the same shape
     sine: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
@@ -53,18 +53,19 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
-        # A block may stand alone on its device, so each has its own tables; a checkpoint has no use for them.
+        # A block may be alone on its device, so each block has its own tables. They are not saved in checkpoints.
         shape = (config.sequence_length, config.head_dim // 2)
         self.register_buffer("cosine", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sine", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fill in the rotary tables, in place: on construction, and again after `to_empty`."""
+        """Fills the rotary tables in place. Call it again after `to_empty`."""
         if self.cosine.is_meta:
             return
         length, pairs = self.cosine.shape
-        # On the CPU, in float64, and rounded to float32 first: every device and every order of casting agree.
+        # Computed on the CPU in float64, then rounded to float32, so that the values are the same for every device and
+        # every order of casts.
         exponent = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
         position = torch.arange(length, dtype=torch.float64, device="cpu")
         angle = torch.outer(position, self.rope_base**-exponent)
@@ -83,9 +84,9 @@ class Attention(nn.Module):
         key = self.key(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        # Flash attention, which is for half precision, reads shared heads in place. The CUDA kernel for
-        # float32 wants as many key heads as query heads; denied them, torch falls back to one that holds
-        # every length x length matrix (pytorch/pytorch#181528).
+        # Flash attention, which supports half precision only, reads shared key and value heads in place. The CUDA
+        # kernel for float32 needs as many key heads as query heads. Otherwise torch falls back to a kernel that
+        # allocates every length x length matrix (pytorch/pytorch#181528).
         shared = query.dtype in (torch.float16, torch.bfloat16)
         if not shared:
             key = key.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
@@ -95,13 +96,13 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn pair i of x (..., length, head_dim) by its position's angle (RoPE, arXiv:2104.09864).
+    """Rotates pair i of x (..., length, head_dim) by the angle of its position (RoPE, arXiv:2104.09864).
 
     A pair is entry i with entry i + head_dim / 2, as in the published Llama and SmolLM2 weights.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return turned.to(x.dtype)  # the tables may be finer than x, as under autocast
+    return turned.to(x.dtype)  # the tables may have a finer dtype than x, as under autocast
 
 
 class Mlp(nn.Module):
@@ -149,10 +150,10 @@ class Head(nn.Module):
 
 
 def decoder(config: ModelConfig, logits: bool = True) -> nn.Sequential:
-    """The whole model: token ids (batch, length) in, logits (batch, length, vocab_size) out.
+    """Builds the whole model, which maps token ids (batch, length) to logits (batch, length, vocab_size).
 
-    logits: false hands over what they would be made of, the last hidden states and the weight of the projection, for a
-    loss that never holds all of them (loss.py).
+    logits: False means that the model returns the last hidden states and the weight of the projection instead of
+    logits, for a loss that never holds all logits (chunked_loss.py).
     """
     config.validate()
     num_dense = config.num_layers - config.num_sparse_layers
@@ -167,9 +168,9 @@ def decoder(config: ModelConfig, logits: bool = True) -> nn.Sequential:
 
 
 def tie(model: nn.Module, config: ModelConfig) -> None:
-    """Make embedding and head share one Parameter, where the config asks for it and `model` holds both.
+    """Makes embedding and head share one Parameter, if the config says so and `model` contains both.
 
-    Call it after `to_empty` on a whole model: torch materialises a shared meta parameter once for each owner.
+    Call it after `to_empty` on a whole model, because torch materialises a shared meta parameter once for each owner.
     """
     layers = dict(model.named_children())
     if config.tied_embeddings and "embedding" in layers and "head" in layers:
@@ -178,13 +179,14 @@ def tie(model: nn.Module, config: ModelConfig) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
-    """Set every parameter and buffer of `decoder(config)`, or of any slice of it, by name. seed: None leaves the
-    parameters to somebody else.
+    """Sets every parameter and buffer of `decoder(config)`, or of any slice of it, by name.
 
-    A parameter's values depend on the seed and its full name alone, so every cut of the model starts from the
-    same weights. A tied head goes by the embedding's name, also where it stands alone. Weights are drawn from
-    N(0, 0.02^2), those that write to the residual stream narrowed by 1 / sqrt(2 num_layers) as in GPT-2;
-    norms start at one, and the biases of routers at zero.
+    The values of a parameter depend only on the seed and its full name, so every cut of the model starts from the same
+    weights. A tied head uses the name of the embedding, even on a stage without the embedding. Weights are drawn from
+    N(0, 0.02^2). Those that write to the residual stream are scaled by 1 / sqrt(2 num_layers), as in GPT-2. Norms start
+    at one, and the biases of routers at zero.
+
+    seed: None means that only buffers are set, and parameters are left to the caller.
     """
     tie(model, config)
     known = set(layer_names(config))
@@ -215,11 +217,11 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
 
 
 def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
-    """Forward FLOPs per token of each layer, in the order of `layer_names`: what a partition should balance.
+    """Returns the forward FLOPs per token of each layer, in the order of `layer_names`. A partition balances these.
 
-    Two for each weight of a matrix; of experts, those that a token goes through. Attention adds two products over the
-    (sequence_length + 1) / 2 positions that a token sees on average. Looking up an embedding, norms, activations and
-    sorting tokens by expert count as nothing.
+    Each weight of a matrix counts as two FLOPs. Of the experts, only those that a token passes through count. Attention
+    adds two products over the (sequence_length + 1) / 2 positions that a token sees on average. Embedding lookup,
+    norms, activations and sorting tokens by expert are not counted.
     """
     attention_weights = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
     dense_weights = 3 * config.dim * config.hidden_dim
@@ -236,9 +238,10 @@ def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross entropy over the positions whose target is not IGNORE, in float32 or finer.
+    """Returns the sum of the cross entropy over the positions whose target is not IGNORE, in float32 or finer.
 
-    A sum, so that microbatches and replicas add up; whoever knows the whole batch divides by its tokens.
+    It is a sum, so that microbatches and replicas can be added. The caller, who knows the whole batch, divides by its
+    number of tokens.
     """
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -1,16 +1,17 @@
-"""A mixture of experts in the place of a block's SwiGLU: of many small ones, each token goes through a few.
+"""A mixture of experts that replaces the SwiGLU of a block: each token passes through a few of many small SwiGLUs.
 
     scores  = sigmoid(router x)                                one per expert, in float32 or finer
     chosen  = the experts_per_token largest of scores + bias
     y       = sum over chosen of scores_e / (sum of the chosen scores) * expert_e(x), plus shared(x)
 
-No token is dropped and no expert has a capacity. The bias steers the choice and nothing else: it keeps the experts
-evenly loaded without a loss of its own (DeepSeek-V3, arXiv:2412.19437; Wang et al., arXiv:2408.15664). Here it is a
-parameter whose gradient is by how much each expert was overloaded, and whose optimizer takes the sign of that
-(`optim.balance_experts`). So it is accumulated over microbatches, delayed, versioned and stepped as any weight is, on
-a stage that never sees the loss, and whatever the loss is multiplied by. docs/guides/experts.md says more.
+No token is dropped, and no expert has a capacity limit. The bias affects only the choice of experts. It keeps the load
+of the experts even without an auxiliary loss (DeepSeek-V3, arXiv:2412.19437; Wang et al., arXiv:2408.15664). Here the
+bias is a parameter. Its gradient is the overload of each expert, and its optimizer uses only the sign of the gradient
+(`optim.balance_experts`). So the bias is accumulated over microbatches, delayed, versioned and updated like any weight.
+This works on a stage that never sees the loss, and does not depend on the scale of the loss. docs/guides/experts.md
+explains more.
 
-Every sum is made in a fixed order, also on a GPU: rows are only ever permuted, never scattered onto each other.
+Every sum is computed in a fixed order, also on a GPU: rows are only permuted, never added by a scatter.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Mixture(nn.Module):
     def __init__(
         self, dim: int, num_experts: int, experts_per_token: int, expert_dim: int, shared: nn.Module | None
     ) -> None:
-        """shared: what every token goes through besides."""
+        """shared: module that every token passes through, in addition to its experts. None means that there is none."""
         super().__init__()
         self.router = Router(dim, num_experts, experts_per_token)
         self.experts = Experts(dim, num_experts, expert_dim)
@@ -37,7 +38,8 @@ class Mixture(nn.Module):
         tokens = x.flatten(0, -2)
         chosen, shares, loads = self.router(tokens)
         copies = chosen.shape[1]
-        # Row r is copy r % copies of token r // copies. Sorted by expert, and by row where the expert is the same.
+        # Row r is copy r % copies of token r // copies. Rows are sorted by expert. Rows of the same expert keep their
+        # order.
         order = chosen.flatten().argsort(stable=True)
         inverse = order.argsort()
         rows = _Rearrange.apply(tokens, order, inverse, copies)
@@ -50,7 +52,8 @@ class Mixture(nn.Module):
 
 class Router(nn.Module):
     keeps_dtype = ("bias",)
-    """Beside coarser weights too: its steps are small, and its gradient counts tokens."""
+    """Names of the parameters that keep their dtype when weights are cast to a coarser one. The updates of the bias are
+    small, and its gradient is a count of tokens."""
 
     def __init__(self, dim: int, num_experts: int, experts_per_token: int) -> None:
         super().__init__()
@@ -61,9 +64,11 @@ class Router(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The chosen experts (tokens, experts_per_token), their shares (likewise), and how many rows every expert got.
+        """Returns the chosen experts (tokens, experts_per_token), their shares (same shape), and the number of rows of
+        every expert.
 
-        A share's gradient reaches the scores; the choice has none."""
+        The gradient of a share flows to the scores; the choice has no gradient.
+        """
         precise = torch.promote_types(tokens.dtype, torch.float32)
         scores = torch.sigmoid(F.linear(tokens.to(precise), self.weight.to(precise)))
         chosen = (scores.detach() + self.bias.detach()).topk(self.experts_per_token, dim=-1).indices
@@ -71,13 +76,14 @@ class Router(nn.Module):
         shares = (shares / shares.sum(-1, keepdim=True)).to(tokens.dtype)
         num_experts = len(self.bias)
         loads = (chosen.flatten().unsqueeze(1) == torch.arange(num_experts, device=chosen.device)).sum(0)
-        # Times num_experts it is a whole number, and the microbatches' add up to the same in any order.
+        # Multiplied by num_experts the overload is a whole number, so the sum over microbatches does not depend on
+        # their order.
         overload = num_experts * loads - chosen.numel()
         return chosen, _WithOverload.apply(shares, self.bias, overload.to(self.bias.dtype)), loads
 
 
 class Experts(nn.Module):
-    """SwiGLUs, stacked: Muon takes a stack of matrices for what it is and orthogonalises each."""
+    """The SwiGLUs of all experts, stacked. Muon orthogonalises each matrix of a stack separately."""
 
     def __init__(self, dim: int, num_experts: int, expert_dim: int) -> None:
         super().__init__()
@@ -89,7 +95,10 @@ class Experts(nn.Module):
         _keep_from_compilers()
 
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
-        """rows: those of the first expert, then those of the second, and so on, as many as `loads` says."""
+        """Applies every expert to its rows.
+
+        rows: the rows of the first expert, then those of the second, and so on. loads: number of rows of every expert.
+        """
         if not _has_grouped_kernel(rows, self.gate):
             return _by_expert(rows, loads, self.gate, self.up, self.down)
         ends = loads.cumsum(0).int()
@@ -98,8 +107,11 @@ class Experts(nn.Module):
 
 
 def _has_grouped_kernel(rows: Tensor, stack: Tensor) -> bool:
-    """torch's kernel is for bfloat16 and rows of whole 16 bytes. On Blackwell it makes up gradients for experts without
-    tokens, and on Hopper it does not (pytorch/pytorch#172439): so it is used there alone."""
+    """Returns whether torch's grouped kernel can be used.
+
+    The kernel needs bfloat16 and rows whose size is a multiple of 16 bytes. On Blackwell it returns wrong gradients for
+    experts without tokens; on Hopper it does not (pytorch/pytorch#172439). So it is used on Hopper only.
+    """
     return (
         rows.is_cuda
         and rows.dtype == torch.bfloat16
@@ -112,7 +124,8 @@ def _expert_by_expert(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, dow
     sizes = _sizes(rows, loads)
 
     def products(parts: Tensor, stack: Tensor) -> Tensor:
-        # unbind, and not stack[i]: the gradient of each stack[i] would be a whole stack of zeros around one matrix.
+        # unbind instead of stack[i], because the gradient of each stack[i] would be a whole stack of zeros around one
+        # matrix.
         pairs = zip(parts.split(sizes), stack.unbind(), strict=True)
         return torch.cat([F.linear(part, matrix) for part, matrix in pairs])
 
@@ -124,24 +137,28 @@ _by_expert = _expert_by_expert
 
 @cache
 def _keep_from_compilers() -> None:
-    """Its shapes are those of the data, and every load would be another graph. Done where experts are made, and not for
-    everyone who imports this: it takes as long as importing torch."""
+    """Excludes the function from torch.compile, because its shapes depend on the data and every load would need another
+    graph.
+
+    This is done when experts are created, not on import, because it takes as long as importing torch.
+    """
     global _by_expert
     _by_expert = torch.compiler.disable(_expert_by_expert)
 
 
 def _sizes(rows: Tensor, loads: Tensor) -> list[int]:
-    """The loads as numbers, which on a GPU waits for it."""
-    if loads.is_meta:  # there are no numbers: evenly loaded
+    """Returns the loads as integers. On a GPU this synchronises with the device."""
+    if loads.is_meta:  # meta tensors have no values: assume even loads
         num_experts = len(loads)
         return [len(rows) // num_experts + (i < len(rows) % num_experts) for i in range(num_experts)]
     return [int(load) for load in loads.tolist()]
 
 
 class _Rearrange(torch.autograd.Function):
-    """Row i of the result is row order[i] of x, each of whose rows stands there `copies` times in a row.
+    """Permutes rows: row i of the result is row order[i] of x after each row of x is repeated `copies` times.
 
-    The backward adds up a row's copies in their order; that of index_select adds them as they come."""
+    The backward adds the copies of a row in a fixed order. The backward of index_select adds them in any order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -157,7 +174,7 @@ class _Rearrange(torch.autograd.Function):
 
 
 class _WithOverload(torch.autograd.Function):
-    """Passes the shares on; in the backward the bias gets the overload for a gradient."""
+    """Returns the shares unchanged. In the backward, the gradient of the bias is the overload."""
 
     @staticmethod
     def forward(ctx: Any, shares: Tensor, bias: Tensor, overload: Tensor) -> Tensor:

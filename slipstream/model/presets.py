@@ -1,4 +1,5 @@
-"""The shapes of the decoder: what can be chosen, and what is known by name. Without torch, for who only reads them."""
+"""Defines the shape of the decoder, and presets by name. This file does not import torch, so reading presets is
+fast."""
 
 from __future__ import annotations
 
@@ -7,46 +8,48 @@ from dataclasses import dataclass
 
 
 def layer_names(config: ModelConfig) -> list[str]:
-    """The layers of `decoder(config)`, in order."""
+    """Returns the names of the layers of `decoder(config)`, in order."""
     return ["embedding", *(f"block{i}" for i in range(config.num_layers)), "head"]
 
 
 MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 1000, 10_000, 4_000_000
-"""Of blocks, of experts in one, and of everything else: with so many, 64 bits still count the bytes of any tensor."""
+"""Largest number of blocks, largest number of experts in a block, and largest value of the other sizes. Within these
+limits 64 bits can count the bytes of any tensor."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
-    """Number of token ids; every id in the data is below it."""
+    """Number of token ids. Every id in the data is smaller."""
     sequence_length: int
-    """The most positions one sequence may have."""
+    """Largest number of positions of a sequence."""
     dim: int
     """Width of the residual stream."""
     num_layers: int
     """Number of blocks, between the embedding and the head."""
     num_heads: int
-    """Query heads in each block; dim / num_heads is the width of one."""
+    """Number of query heads in each block. The width of a head is dim / num_heads."""
     num_kv_heads: int
-    """Key and value heads in each block; num_heads / num_kv_heads queries share one."""
+    """Number of key and value heads in each block. Each is shared by num_heads / num_kv_heads query heads."""
     hidden_dim: int
     """Width inside the SwiGLU of each dense block."""
     rope_base: float = 10000.0
-    """Base of the rotary wavelengths; longer sequences want a larger one."""
+    """Base of the rotary wavelengths. Longer sequences need a larger base."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside every RMSNorm."""
+    """Number added to the mean square inside every RMSNorm."""
     tied_embeddings: bool = False
-    """Whether the head's projection is the embedding's own parameter."""
+    """Whether the head's projection and the embedding share one parameter."""
     num_experts: int = 0
-    """Routed experts of a block, all of one stage; 0: every block is dense."""
+    """Number of routed experts of a block, all on the same stage. 0 means that every block is dense."""
     experts_per_token: int = 0
-    """Of these, how many a token goes through."""
+    """Number of routed experts that each token passes through."""
     expert_dim: int = 0
     """Width inside the SwiGLU of one expert."""
     num_shared_experts: int = 0
-    """Experts that every token goes through besides, as one SwiGLU of so many times expert_dim."""
+    """Number of experts that every token passes through in addition. They are one SwiGLU of width num_shared_experts *
+    expert_dim."""
     num_dense_layers: int = 0
-    """Blocks, the first of all, that stay dense in a model with experts."""
+    """Number of blocks at the start of the model that stay dense in a model with experts."""
 
     @property
     def head_dim(self) -> int:
@@ -54,11 +57,11 @@ class ModelConfig:
 
     @property
     def num_sparse_layers(self) -> int:
-        """Blocks with experts, the last of all."""
+        """Returns the number of blocks with experts. They are the last blocks of the model."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     def validate(self) -> None:
-        """Raise a ValueError whose one sentence names the field, its value and the remedy."""
+        """Raises a ValueError with one sentence that names the field, its value and the remedy."""
         for field in (
             "vocab_size",
             "sequence_length",
@@ -127,7 +130,8 @@ class ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    # Bytes as tokens, for a laptop: 0.7M and 25M parameters. At 256 entries tying would save nothing.
+    # For a laptop, with bytes as tokens: 0.7M and 25M parameters. With a vocabulary of 256, tied embeddings would save
+    # almost nothing.
     "tiny": ModelConfig(
         vocab_size=256,
         sequence_length=256,
@@ -146,7 +150,7 @@ PRESETS: dict[str, ModelConfig] = {
         num_kv_heads=4,
         hidden_dim=1536,
     ),
-    # SmolLM2-135M and SmolLM2-360M (arXiv:2502.02737), for 2048 positions; the released ones allow 8192.
+    # SmolLM2-135M and SmolLM2-360M (arXiv:2502.02737), for 2048 positions; the released models allow 8192.
     "135m": ModelConfig(
         vocab_size=49152,
         sequence_length=2048,
@@ -169,7 +173,7 @@ PRESETS: dict[str, ModelConfig] = {
         rope_base=100000.0,
         tied_embeddings=True,
     ),
-    # The shape of Llama-3.2-1B, 1.24B parameters, without the RoPE scaling made for its longest sequences.
+    # The shape of Llama-3.2-1B, 1.24B parameters, without the RoPE scaling for long sequences.
     "1b": ModelConfig(
         vocab_size=128256,
         sequence_length=2048,
@@ -181,7 +185,7 @@ PRESETS: dict[str, ModelConfig] = {
         rope_base=500000.0,
         tied_embeddings=True,
     ),
-    # The shapes of Llama-3.2-3B, 3.21B parameters, and of Llama-3-8B, 8.03B, likewise.
+    # The shapes of Llama-3.2-3B, 3.21B parameters, and of Llama-3-8B, 8.03B, also without RoPE scaling.
     "3b": ModelConfig(
         vocab_size=128256,
         sequence_length=4096,
@@ -203,8 +207,8 @@ PRESETS: dict[str, ModelConfig] = {
         hidden_dim=14336,
         rope_base=500000.0,
     ),
-    # To plan with: Llama-3-8B's shape with 40 blocks instead of 32, 9.8B parameters, and Llama-3-70B's, 70.6B. Both are
-    # for 4096 positions.
+    # For planning: the shape of Llama-3-8B with 40 blocks instead of 32, 9.8B parameters, and that of Llama-3-70B,
+    # 70.6B. Both are for 4096 positions.
     "10b": ModelConfig(
         vocab_size=128256,
         sequence_length=4096,
@@ -225,8 +229,8 @@ PRESETS: dict[str, ModelConfig] = {
         hidden_dim=28672,
         rope_base=500000.0,
     ),
-    # Mixtures of many small experts and two shared ones, in the manner of DeepSeekMoE (arXiv:2401.06066), and
-    # SmolLM2's vocabulary: 1.93B parameters of which a token uses 0.38B, and 10.1B of which it uses 1.7B.
+    # Mixtures of many small experts and two shared ones, as in DeepSeekMoE (arXiv:2401.06066), with the vocabulary of
+    # SmolLM2: 1.93B parameters of which a token uses 0.38B, and 10.1B of which it uses 1.7B.
     "moe-2b": ModelConfig(
         vocab_size=49152,
         sequence_length=2048,

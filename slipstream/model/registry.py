@@ -1,4 +1,4 @@
-"""The models that `model.name` knows."""
+"""Registers the models that `model.name` can choose by name."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Decoder(ModelConfig, ModelSpec):
 
 
 def preset(name: str, **changes: Any) -> Decoder:
-    """A preset of presets.py, with some of its fields changed."""
+    """Returns a preset of presets.py, with some of its fields changed."""
     return Decoder(**(asdict(PRESETS[name]) | changes))
 
 
 MODELS: dict[str, type[ModelSpec]] = {"decoder": Decoder}
-"""By the name that `model.name` uses."""
+"""Models by the name that `model.name` uses."""

@@ -1,11 +1,11 @@
-"""What a model has to offer to be trained, saved, resumed, planned and studied.
+"""Defines the interface of a model that can be trained, saved, resumed, planned and studied.
 
 `model.name` chooses one: "decoder", or the import path of a subclass of `ModelSpec`.
 
     slipstream train --model.name mypackage.models.Mlp --model.arguments width 64
 
-A model is a sequence of layers: the first takes token ids (batch, length), every other takes what the one before
-returned, the last returns what the loss takes.
+A model is a sequence of layers. The first layer takes token ids (batch, length). The input of every other layer is the
+output of the layer before. The output of the last layer is the input of the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 Loss = Callable[[Any, Tensor], Tensor]
-"""(outputs of the last layer, targets) -> the sum of the losses of all positions"""
+"""Function (outputs of the last layer, targets) -> sum of the losses of all positions."""
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -31,83 +31,93 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 class ModelSpec(ABC):
-    """A model by its numbers. Subclasses are frozen dataclasses with at least these four fields."""
+    """A model, described by numbers. Subclasses are frozen dataclasses with at least the first four fields."""
 
     vocab_size: int
     """Number of token ids."""
     sequence_length: int
-    """Positions of a sequence."""
+    """Number of positions of a sequence."""
     dim: int
-    """Numbers that pass between two layers for each token."""
+    """Number of values that pass between two layers for each token."""
     num_layers: int
-    """Layers between the first and the last."""
+    """Number of layers between the first and the last."""
 
     tied_embeddings: bool = False
     """Whether the first and the last layer share a parameter of vocab_size x dim."""
     num_experts: int = 0
-    """Experts of each of the last `num_sparse_layers` blocks; 0: all blocks are dense, and alike."""
+    """Number of experts of each of the last `num_sparse_layers` blocks. 0 means that all blocks are dense and have the
+    same shape."""
     num_dense_layers: int = 0
-    """Blocks before them, if there are experts."""
+    """Number of blocks before those with experts, in a model with experts."""
 
     @property
     def num_sparse_layers(self) -> int:
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     def widest(self, is_sparse: bool) -> int:
-        """The longest side of a block's parameters; is_sparse: of a block with experts, all experts together."""
+        """Returns the largest width inside a block.
+
+        is_sparse: whether the block has experts. The widths of all its experts are then added.
+        """
         return self.dim
 
     def resized(self, num_layers: int, num_dense_layers: int = 0) -> Self:
-        """The same model with another number of layers."""
+        """Returns the same model with another number of layers."""
         changes = {"num_dense_layers": num_dense_layers} if self.num_experts else {}
         return dataclasses.replace(self, num_layers=num_layers, **changes)  # type: ignore[type-var]
 
     def validate(self) -> None:  # noqa: B027
-        """Raises a ValueError of one sentence if the numbers do not fit together."""
+        """Raises a ValueError with one sentence if the numbers do not fit together."""
 
     @property
     def layer_names(self) -> list[str]:
-        """The names of the layers, in order."""
+        """Returns the names of the layers, in order."""
         return ["embedding", *(f"block{i}" for i in range(self.num_layers)), "head"]
 
     @abstractmethod
     def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
-        """Builds the layers, by their names, and the loss; usually on the meta device, so without any weights.
+        """Builds the layers, by their names, and the loss. Usually this runs on the meta device, which allocates no
+        weights.
 
-        loss_chunk_tokens: positions whose logits may exist at a time; 0: all. A model that does not know how raises a
-        ValueError."""
+        loss_chunk_tokens: number of positions whose logits may exist at the same time. 0 means all. A model that does
+        not support this raises a ValueError.
+        """
 
     @abstractmethod
     def initialise(self, layers: nn.Module, seed: int | None) -> None:
-        """Sets the parameters and buffers of the layers, or of any slice of them. The values must depend on the seed
-        and on the names alone, so that every cut starts from the same weights. seed: None, only the buffers."""
+        """Sets the parameters and buffers of the layers, or of any slice of them.
+
+        The values must depend only on the seed and on the names, so that every cut starts from the same weights. seed:
+        None means that only buffers are set.
+        """
 
     @abstractmethod
     def layer_flops(self) -> list[float]:
-        """FLOPs of a forward for one token, layer by layer."""
+        """Returns the FLOPs of a forward for one token, for each layer."""
 
-    # ---- what follows
+    # ---- derived values
 
     def facts(self) -> dict[str, Any]:
-        """The fields and their values."""
+        """Returns the fields and their values."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     def layers(self) -> nn.Sequential:
         return self.layers_and_loss()[0]
 
     def num_parameters(self) -> int:
-        """Tied parameters count once."""
+        """Returns the number of parameters. Tied parameters count once."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.layers().parameters())
 
     def num_active_parameters(self) -> int:
-        """Parameters that one token passes through."""
+        """Returns the number of parameters that one token passes through."""
         return self.num_parameters()
 
     def weightless_flops(self) -> float:
-        """FLOPs of a block's forward for one token in products without weights, as attention has them."""
+        """Returns the forward FLOPs of a block for one token in products without weights, such as those of
+        attention."""
         return 0.0
 
     def flops_per_token(self) -> float:
-        """FLOPs of a forward and a backward; what is computed again does not count."""
+        """Returns the FLOPs of a forward and a backward for one token. Recomputation is not counted."""
         return 3 * sum(self.layer_flops())

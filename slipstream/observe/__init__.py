@@ -1,1 +1,1 @@
-"""What a run reports: metrics, utilisation, traces, the summary."""
+"""Reports about a run: metrics, utilisation, traces, the summary."""

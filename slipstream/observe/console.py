@@ -1,4 +1,4 @@
-"""The console that runs print to."""
+"""Defines the console that runs print to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from rich.console import Console
 
 
 class Screen(Console):
-    """Plain lines of any length, and a run that goes on when nobody reads them any more (`slipstream train | head`)."""
+    """A console that prints plain lines of any length.
+
+    The run continues when the reader of its output exits (`slipstream train | head`).
+    """
 
     def __init__(self) -> None:
         super().__init__(highlight=False, markup=False, soft_wrap=True)

@@ -22,11 +22,12 @@ from .sinks import Guarded, JsonLines
 from .utilisation import UtilisationReport, explain_utilisation
 
 NUM_RECENT_STEPS = 16
-"""Whose measured costs the expected utilisation is computed from."""
+"""Number of recent steps whose measured costs the expected utilisation and the speed are computed from."""
 
 
 class Metrics:
-    """One stage of a run writes these, for all of them: an object per update, and one more per evaluation."""
+    """Writes the metrics of a run: one JSON object per update, and one per evaluation. One stage writes them for all
+    stages."""
 
     def __init__(
         self,
@@ -38,12 +39,13 @@ class Metrics:
         peak_tokens_per_second: float | None = None,
         make_sinks: Sequence[Callable[[], Guarded]] = (),
     ) -> None:
-        """peak_tokens_per_second: if all devices did nothing but the model's products, as fast as their data sheets
-        say; None: nobody knows. make_sinks: make what receives the rows besides metrics.jsonl."""
+        """peak_tokens_per_second: the speed if all devices did nothing but the model's matrix products, at the speed of
+        their data sheets. None means unknown. make_sinks: functions that make the sinks which receive the rows in
+        addition to metrics.jsonl."""
         num_steps = schedule.num_steps or 0
         path = folder / "metrics.jsonl"
         self.earlier = _rows_before(path, schedule.first_step)
-        """Of the part of the run that this one goes on from."""
+        """Rows of the steps before the one at which this part of the run starts."""
         _rewrite(path, self.earlier)
         self._sinks: list[JsonLines | Guarded] = [JsonLines(path, screen.print), *(make() for make in make_sinks)]
         self._first_step = schedule.first_step
@@ -52,9 +54,9 @@ class Metrics:
         self._schedule = schedule
         self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
         self.utilisation: UtilisationReport | None = None
-        """Of the latest steps that it was computed for."""
+        """Utilisation, computed from the latest steps for which it could be computed."""
         self._seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        """Of the last steps."""
+        """Seconds of each of the last steps."""
         self._started = self._last = time.perf_counter()
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -71,14 +73,14 @@ class Metrics:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         done = report.step + 1
-        if self._first_step + 1 < done < self._num_steps:  # the first fills the pipeline, and before the last it drains
+        if self._first_step + 1 < done < self._num_steps:  # the first step fills the pipeline, the last drains it
             self._seconds.append(seconds)
         self._expect(report)
         self._write(
             step=done,
             time=round(time.time(), 3),
             loss=report.loss,
-            # Without a sum over stages, what is known here is the last stage's share of it.
+            # If there is no sum over stages, this process knows only the share of the last stage.
             gradient_norms=report.gradient_norms if self._schedule.global_update else {},
             learning_rates=learning_rates,
             update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
@@ -107,7 +109,8 @@ class Metrics:
             self._screen.print(f"step {done}/{self._num_steps}  {line}" + (f"  {_time(left)} left" if left else ""))
 
     def _steps_said(self, report: StepReport, learning_rates: dict[str, float]) -> str:
-        """Rate, gradient norm, tokens per second of the last steps, and the memory of the largest stage."""
+        """Returns learning rate, gradient norm, speed and MFU over the last steps, and the memory of the largest stage,
+        as text."""
         norms = report.gradient_norms.values() if self._schedule.global_update else ()
         said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
         said += f"  grad norm {math.hypot(*norms):.3g}" if norms else ""
@@ -118,16 +121,20 @@ class Metrics:
         return f"{said}  memory {max(report.memory) / 2**30:.1f} GiB"
 
     def _mfu(self) -> float | None:
-        """Of the last steps: the model's FLOPs over what all devices could do."""
+        """Returns the model FLOPs utilisation over the last steps: the model's FLOPs divided by what all devices could
+        do."""
         speed = self._speed()
         return None if speed is None or self._peak is None else speed / self._peak
 
     def _speed(self) -> float | None:
-        """Tokens per second of the last steps."""
+        """Returns the tokens per second over the last steps."""
         return self._tokens_per_step / statistics.fmean(self._seconds) if self._seconds else None
 
     def _expect(self, report: StepReport) -> None:
-        """Simulates at ever longer intervals, and at the end: it takes a moment, and the costs hardly change."""
+        """Computes the expected utilisation after steps 1, 2, 4, 8 and so on, and after the last.
+
+        The simulation takes a moment, and the measured costs hardly change.
+        """
         if all(map(math.isfinite, report.utilisations)) and report.step >= self._schedule.sync_start_steps:
             self._recent.append(report.splits)
         done = report.step + 1
@@ -145,7 +152,7 @@ class Metrics:
             sink.write(row)
 
     def close(self) -> float:
-        """Seconds from the start of the run to now."""
+        """Closes all sinks. Returns the seconds since this object was created."""
         self._progress.stop()
         for sink in self._sinks:
             sink.close()
@@ -158,13 +165,16 @@ def _time(seconds: float) -> str:
 
 
 def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """What a run that is taken up again has said already and will not say again: of updates before `first_step`, and of
-    evaluations before the one that belongs to it."""
+    """Returns the rows of metrics.jsonl that a resumed run will not write again.
+
+    These are the rows of updates up to `first_step`, and of evaluations before the one after update `first_step`, which
+    is repeated.
+    """
     if first_step == 0 or not path.is_file():
         return []
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last line of a process that was killed
+        with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last line, cut short in a killed process
             row = json.loads(line)
             is_evaluation = "val_loss" in row
             numbers = [row["val_loss"]] if is_evaluation else [row["loss"], row["tokens"]]
@@ -174,19 +184,19 @@ def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 
 def _is_drawn(value: Any) -> bool:
-    """null: of an update that was skipped."""
+    """Returns whether a value can be drawn. None is accepted: it is the loss of an update that was skipped."""
     return value is None or (type(value) in (int, float) and abs(value) < 1e300)
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    """As a whole or not at all."""
+    """Replaces a file by one with these rows, atomically."""
     draft = path.with_suffix(".draft")
     draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     draft.replace(path)
 
 
 def finite(value: Any) -> Any:
-    """JSON has no nan: what is not known is null."""
+    """Replaces every number that is not finite by None, because JSON has no nan."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def draw_losses(folder: Path) -> Path | None:
-    """loss.png from metrics.jsonl; None where matplotlib is not installed."""
+    """Draws loss.png from metrics.jsonl. Returns its path, or None if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     import matplotlib

@@ -1,7 +1,7 @@
-"""Where the rows of a run's metrics go. metrics.jsonl is always written; `run.sinks` adds others.
+"""Writes the rows of a run's metrics to sinks. metrics.jsonl is always written; `run.sinks` adds others.
 
-A sink is a class with the methods of `Sink`. To add one for everybody, enter it in SINKS; to use one of your own, give
-its import path:
+A sink is a class with the methods of `Sink`. To add one for all users, add it to SINKS. To use your own, give its
+import path:
 
     slipstream train --run.sinks mypackage.logging.MySink
 """
@@ -17,24 +17,25 @@ from typing import Any, Protocol
 from ..config.imports import find
 
 Row = Mapping[str, Any]
-"""Step, loss and everything else that docs/reference/files.md lists; or step and val_loss, after an evaluation."""
+"""One row of metrics. After an update it has step, loss and everything else that docs/reference/files.md lists. After
+an evaluation it has step and val_loss."""
 
 
 class Sink(Protocol):
     """Receives the metrics of a run, in the process of its last stage."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """folder: of the run. config: the run's configuration, by section and field."""
+        """folder: folder of the run. config: the run's configuration, by section and field."""
 
     def write(self, row: Row) -> None:
-        """Called after every update and every evaluation, in the order of the steps."""
+        """Receives a row. Called after every update and every evaluation, in the order of the steps."""
 
     def close(self) -> None:
-        """Called once, when the run ends or fails."""
+        """Closes the sink. Called once, when the run ends or fails."""
 
 
 SINKS: dict[str, type[Sink]] = {}
-"""By the name that `run.sinks` uses."""
+"""Sinks by the name that `run.sinks` uses."""
 
 
 def sink_classes(names: Sequence[str]) -> list[type[Sink]]:
@@ -42,7 +43,7 @@ def sink_classes(names: Sequence[str]) -> list[type[Sink]]:
 
 
 class JsonLines:
-    """metrics.jsonl. Rows that cannot be written, because a disk is full, are kept until they can."""
+    """Writes metrics.jsonl. Rows that cannot be written, for example because the disk is full, are kept and retried."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._file, self._say = path.open("ab", buffering=0), say

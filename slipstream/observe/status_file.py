@@ -1,9 +1,12 @@
-"""What a stage is at, in a file that outlives it: for tools that kill stages, and for whoever wonders why one hangs.
+"""Writes what a stage is doing now to a file that remains when the process ends.
+
+Tests that kill stages use it, and people who want to know why a stage hangs.
 
     SLIPSTREAM_STATUS_FOLDER=/tmp/status slipstream train ...
     strings /tmp/status/stage-0.replica-0
 
-The file is mapped, so an entry costs no system call, and what was written last is there however the process ended.
+The file is mapped into memory. So an entry costs no system call, and the last entry is in the file no matter how the
+process ended.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from ..schedule import Action
 
 FOLDER_VARIABLE = "SLIPSTREAM_STATUS_FOLDER"
 LINE_BYTES = 64
-"""Of each of the three lines: the process, what it is at, and whether an update is made in the background."""
+"""Number of bytes of each of the three lines: the process id, the current activity, and whether an update runs in the
+background."""
 
 
 class StatusFile:
@@ -42,13 +46,14 @@ class StatusFile:
 
 
 def status_file(stage: int, replica: int) -> StatusFile | None:
-    """None unless somebody asked for it."""
+    """Creates the status file of a stage, or returns None if the environment variable is not set."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return StatusFile(Path(folder) / f"stage-{stage}.replica-{replica}") if folder else None
 
 
 def read_status(path: Path) -> tuple[int, str, str] | None:
-    """The process, what it is at, and what it does in the background."""
+    """Returns the process id, the current activity, and the activity in the background. None means that there is no
+    valid file."""
     try:
         process, at, beside = path.read_text(encoding="utf-8").splitlines()
         return int(process), at.strip(), beside.strip()

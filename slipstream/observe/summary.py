@@ -1,5 +1,7 @@
-"""What a run leaves behind when it ends: summary.json, trace.json and a picture of it. And when it fails: what each
-stage was at."""
+"""Writes the files that a run leaves when it ends: summary.json, trace.json and drawings.
+
+When a run fails, writes the last actions of each stage.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,19 @@ from .trace import TraceError, chrome_trace, measured_timeline, steady_window
 from .utilisation import UtilisationReport
 
 NUM_LAST_ACTIONS = 40
-"""Spans that a stage leaves behind when the run fails."""
+"""Number of spans that a stage writes when the run fails."""
 
 
 def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:
-    """What every stage knows of itself, on every stage."""
+    """Gathers the facts that every stage knows about itself. All stages receive all of them."""
     schedule, clock = pipeline.schedule, pipeline.clock
     hashes = {
         name: hashlib.sha256(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
         for name, weight in pipeline.weights().items()
-        if name not in pipeline.tied or pipeline.tied[name].name == name  # a tied weight is one weight
+        if name not in pipeline.tied or pipeline.tied[name].name == name  # count a tied weight once
     }
     num_early = schedule.sync_start_steps + schedule.delay(transport.stage)
-    late = delays[num_early:]  # the first have nothing to be late for
+    late = delays[num_early:]  # the first updates have less delay
     own = {
         "utilisation": clock.split().utilisation,
         "time_split": clock.split().shares()._asdict(),
@@ -62,7 +64,7 @@ def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], c
 
 
 def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
-    """The latest actions, and the waits between them."""
+    """Returns the latest `num_actions` actions, and the waits between them."""
     places = [i for i, span in enumerate(spans) if span.activity.is_compute]
     first = places[-num_actions] if len(places) >= num_actions > 0 else 0 if num_actions else len(spans)
     return [(str(span.action), int(span.activity), *span[2:]) for span in spans[first:]]
@@ -70,7 +72,7 @@ def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the summary says about the model and its data."""
+    """The facts about the model and its data in the summary."""
 
     num_parameters: int
     layers_per_stage: list[int]
@@ -90,13 +92,16 @@ def summarise(
     utilisation: UtilisationReport | None,
     pipeline: Pipeline,
 ) -> dict[str, Any]:
-    """first_step, seconds: of all that was trained since the start of this process, whatever shapes it had.
-    earlier_seconds: of the steps before, if the run was taken up."""
+    """Returns the content of summary.json.
+
+    first_step, seconds: first step and duration of the training since this process started, in all its layouts.
+    earlier_seconds: duration of the steps before, if the run was resumed.
+    """
     end = pipeline.end
     parameters = dict(sorted(item for stage in stages for item in stage["parameters"].items()))
     checksum = hashlib.sha256("".join(f"{name}={digest};" for name, digest in parameters.items()).encode()).hexdigest()
     utilisations = [stage["utilisation"] for stage in stages]
-    # A run that was killed after its last update has none left to make, and owes this summary alone.
+    # If a run was killed after its last update, the resumed run makes no update and writes only this summary.
     delays = [delay for stage in stages for delay in stage["delays"]] or [0]
     tokens_per_step = model.tokens_per_step
     tokens, whole_seconds = tokens_per_step * end, earlier_seconds + seconds
@@ -149,7 +154,7 @@ def leave_behind(
     ]
     trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
     (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
-    with suppress(TraceError):  # of a run too short to have a steady state
+    with suppress(TraceError):  # a short run has no steady state
         timeline = measured_timeline(trace, steady_window(trace))
         title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
         (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")
@@ -176,7 +181,8 @@ def lateness(least: int, most: int) -> str:
 
 
 def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error: Exception) -> None:
-    """What this stage was at last, beside the one sentence that all stages agree on."""
+    """Writes the last actions of this stage to a file. They add detail to the one error sentence that all stages
+    share."""
     replica = f".replica-{transport.replica}" if transport.num_replicas > 1 else ""
     spans = sorted(pipeline.clock.latest, key=lambda span: span.end)[-NUM_LAST_ACTIONS:]
     lines = [

@@ -1,10 +1,10 @@
-"""What the stages did and when: trace.json for Perfetto and chrome://tracing, and the same as a drawing.
+"""Writes what the stages did and when: trace.json for Perfetto and chrome://tracing, and the same as a drawing.
 
     trace = chrome_trace(schedule, spans_by_stage, started_at)
     Path("window.svg").write_text(svg(measured_timeline(trace, Window(start=1.5, seconds=0.2)), "a window"))
 
-In the trace a stage is a process with one row for what it does and waits for, and one for updates that are made in the
-background; an arrow is a message. The drawing is the schedule's own, with measured times in it.
+In the trace a stage is a process with two rows: one for its actions and waits, and one for updates in the background.
+An arrow is a message. The drawing is that of a schedule, with measured times.
 """
 
 from __future__ import annotations
@@ -22,37 +22,41 @@ from ..schedule.simulate import Box, Timeline
 
 STAGE_ROW, BACKGROUND_ROW = 0, 1
 SHORTEST_WAIT = 10e-6
-"""Seconds: less is no wait, but the time it takes to find that there is none."""
+"""Shortest wait in seconds that the trace shows. A shorter span is the time it takes to find that there is nothing to
+wait for."""
 
 LONGEST_TRACE = 1e15
-"""Microseconds: some thirty years."""
+"""Upper bound of all times in a trace, in microseconds: about thirty years."""
 
 
 class TraceError(ValueError):
-    """A file that is no trace, or a window that shows nothing."""
+    """Raised for a file that is no trace, and for a window that contains no action."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds from the start of the trace."""
+    """A time interval, in seconds from the start of the trace."""
 
     start: float
     seconds: float
 
     def within(self, trace: dict[str, Any]) -> Window:
-        """What of it the trace holds."""
+        """Returns the part of the window that lies within the trace."""
         first, last = _extent(trace)
         start = max(self.start, first)
         return Window(start, min(self.start + self.seconds, last) - start)
 
 
-# ---- to a trace
+# ---- writing a trace
 
 
 def chrome_trace(
     schedule: Schedule, spans_by_stage: Sequence[Sequence[Span]], started_at: Sequence[float]
 ) -> dict[str, Any]:
-    """started_at: by stage, when its clock began, on a calendar that all stages share."""
+    """Returns a trace in the format of Chrome.
+
+    started_at: for every stage the time at which its clock started, on a clock that all stages share.
+    """
     events: list[dict[str, Any]] = []
     for stage, spans in enumerate(spans_by_stage):
         events += _names(stage)
@@ -94,7 +98,7 @@ def _event(span: Span, offset: float) -> dict[str, Any]:
 
 
 def _messages(events: Sequence[dict[str, Any]], num_stages: int) -> Iterator[dict[str, Any]]:
-    """An arrow from the action that sent to the one that took, where the trace has both."""
+    """Yields an arrow from the action that sent a message to the action that received it, if the trace has both."""
     played = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] in ("forward", "backward"):
@@ -106,12 +110,12 @@ def _messages(events: Sequence[dict[str, Any]], num_stages: int) -> Iterator[dic
             continue
         common = {"name": "activations" if kind == "forward" else "gradient", "cat": "message"}
         common["id"] = f"{kind} {microbatch} from stage {stage}"
-        last_moment = sender["ts"] + sender["dur"] * 0.999  # inside the box, or the arrow finds none
+        last_moment = sender["ts"] + sender["dur"] * 0.999  # inside the sender's box, or the viewer draws no arrow
         yield {**common, "ph": "s", "pid": stage, "tid": STAGE_ROW, "ts": last_moment}
         yield {**common, "ph": "f", "bp": "e", "pid": neighbour, "tid": STAGE_ROW, "ts": taker["ts"]}
 
 
-# ---- from a trace
+# ---- reading a trace
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def _check_trace(trace: dict[str, Any]) -> None:
-    """Any of several errors where something is missing or is not what is drawn by."""
+    """Raises a ValueError, KeyError or TypeError if something that the drawing needs is missing or invalid."""
     about, events = trace["otherData"], trace["traceEvents"]
     num_stages, num_microbatches = about["stages"], about["microbatches"]
     if type(num_stages) is not int or not 1 <= num_stages <= len({str(event["pid"]) for event in events}):
@@ -144,7 +148,7 @@ def _check_trace(trace: dict[str, Any]) -> None:
 
 
 def steady_window(trace: dict[str, Any], num_steps: int = 2) -> Window:
-    """The last steps before the pipeline drains, as the last stage saw them."""
+    """Returns the window of the last steps before the pipeline drains, as seen by the last stage."""
     last = trace["otherData"]["stages"] - 1
     starts = [event["ts"] / 1e6 for event in _boxes(trace) if event["cat"] == "forward" and event["pid"] == last]
     if not starts:
@@ -155,8 +159,11 @@ def steady_window(trace: dict[str, Any], num_steps: int = 2) -> Window:
 
 
 def measured_timeline(trace: dict[str, Any], window: Window) -> Timeline:
-    """In milliseconds from the start of the window. What its edges cut is cut in the drawing; an update made in the
-    background is drawn as the moment it was done."""
+    """Returns the part of a trace inside a window, as a timeline in milliseconds from the start of the window.
+
+    Actions that cross an edge of the window are cut there. An update in the background is drawn at the moment it was
+    done.
+    """
     about = trace["otherData"]
     try:
         schedule = Schedule(about["schedule"], about["stages"], about["microbatches"])

@@ -1,9 +1,10 @@
-"""How busy a pipeline's stages should be, given what their actions cost, and where the rest went.
+"""Computes how busy the stages of a pipeline should be, given the cost of their actions, and what the rest of the time
+was lost to.
 
-The simulator plays the run's own schedule with the measured cost of every stage's forwards, backwards and updates and
-with links that take no time. What it finds idle is the schedule's: its bubble, or stages of unequal cost. Played again
-with the time each stage needs for data and for the executor on top, it says what those cost; what is missing still is
-the links', and with it whatever else makes a stage wait.
+The simulator runs the schedule with the measured cost of every stage's forwards, backwards and updates, and with links
+that take no time. Idle time in this simulation is caused by the schedule: by its bubble, or by stages of unequal cost.
+A second simulation adds the time that each stage needs for data and for the executor, and so shows what these cost. The
+remaining difference to the measurement is attributed to the links, together with anything else that makes a stage wait.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from ..schedule import Schedule
 from ..schedule.simulate import Costs, min_steady_steps, simulate
 
 MAX_MICROBATCHES = 20_000
-"""To simulate, over stages and steps: half a second or so."""
+"""Largest number of microbatches to simulate, summed over stages and steps. This takes about half a second."""
 NUM_SETTLING_STEPS = 6
-"""Beyond the fewest that show a steady state, so that stages of unequal cost have settled."""
+"""Number of simulated steps in addition to the fewest that show a steady state, so that stages of unequal cost
+settle."""
 
 
 @dataclass(frozen=True)
 class UtilisationReport:
-    """Shares of the time, averaged over stages unless they say otherwise."""
+    """Shares of the time, averaged over stages unless the name says otherwise."""
 
     expected_by_stage: tuple[float, ...]
     expected: float
     measured: float
     link: float
-    """Waits for messages and sums beyond those that the rest explains."""
+    """Share of waits for messages and sums over stages that the other shares do not explain."""
     data: float
     executor: float
 
@@ -42,8 +44,11 @@ class UtilisationReport:
 
 
 def explain_utilisation(schedule: Schedule, steps: Sequence[Sequence[TimeSplit]]) -> UtilisationReport | None:
-    """steps: for each of some steady steps, every stage's split. None if that is too much to simulate, or too little to
-    go by."""
+    """Compares measured and expected utilisation.
+
+    steps: for each of several steady steps, the time split of every stage. Returns None if the simulation would be too
+    long, or if a stage has no measured costs.
+    """
     num_stages, m = schedule.num_stages, schedule.num_microbatches
     by_stage = [_mean(column) for column in zip(*steps, strict=True)]
     if len(by_stage) != num_stages or any(split.forward + split.backward <= 0 for split in by_stage):
@@ -71,7 +76,11 @@ def explain_utilisation(schedule: Schedule, steps: Sequence[Sequence[TimeSplit]]
 
 
 def _step_time(schedule: Schedule, by_stage: Sequence[TimeSplit], overhead: Sequence[float]) -> float:
-    """overhead: seconds of a step that a stage spends beside its computing, in equal shares before its actions."""
+    """Returns the simulated time of a step.
+
+    overhead: seconds per step that each stage spends on other things than computing. They are spread equally over its
+    forwards and backwards.
+    """
     m = schedule.num_microbatches
     pairs = list(zip(by_stage, overhead, strict=True))
     costs = Costs(

@@ -1,4 +1,5 @@
-"""Optimizers, parameter groups, error feedback and learning rates: what knows tensors, not pipelines."""
+"""Optimizers, parameter groups, error feedback and learning rates. This code works on tensors and does not depend on
+pipelines."""
 
 from .correction import Alignment, predict, update_products
 from .groups import (

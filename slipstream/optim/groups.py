@@ -1,7 +1,7 @@
-"""Which parameter gets which optimizer.
+"""Assigns an optimizer to every parameter.
 
-A `Group` is a recipe: it names an optimizer and the parameters it wants, before any stage exists. Every
-stage applies the same list of groups to what it holds, so a group's gradient norm can be summed over stages.
+A `Group` names an optimizer and the parameters it applies to, before any stage exists. Every stage applies the same
+list of groups to the parameters it holds, so the gradient norm of a group can be summed over stages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ def everything(name: str, parameter: Tensor) -> bool:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """A hidden matrix or a stack of them; embeddings, heads and routers are told apart by their module's name.
+    """Returns whether a parameter is a hidden matrix or a stack of them. Embeddings, heads and routers are excluded by
+    the names of their modules.
 
-    A router is a head for experts: each row scores one choice for itself, and there is no use for rows that are
-    orthogonal to each other."""
+    A router is like a head whose classes are experts. Each of its rows scores one expert independently, so making its
+    rows orthogonal to each other would be of no use.
+    """
     return parameter.ndim in (2, 3) and not {"embedding", "head", "router"} & set(name.split("."))
 
 
@@ -40,21 +42,23 @@ class Group:
     name: str
     """Name of the group, in metrics and messages."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    """A function that makes a torch optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. Error feedback would
-    extrapolate its own weight decay."""
+    """Function that makes a torch optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. Set no weight decay in the
+    optimizer itself, because error feedback would extrapolate it."""
     match: Callable[[str, Tensor], bool] = everything
-    """Called with the name of a parameter and the parameter. The first group that matches takes it."""
+    """Function that is called with the name of a parameter and the parameter. A parameter belongs to the first group
+    that matches."""
     weight_decay: float = 0.0
-    """Decoupled; acts on the masters. Error feedback never extrapolates it."""
+    """Coefficient of the decoupled weight decay of the master weights. Error feedback never extrapolates it."""
     error_feedback: float = 0.0
-    """Coefficient of the correction (lam in the paper). 0 is plain delay."""
+    """Coefficient of the correction (lam in the paper). 0 means that the delay is not corrected."""
     clip_norm: float | None = None
-    """The gradient of this group is scaled down to this norm, taken over all stages. A norm shared with other groups
-    could push matrices below Newton-Schulz's epsilon."""
+    """Norm to which the gradient of this group is scaled down, computed over all stages. A norm shared with other
+    groups could scale the gradients of matrices below the epsilon of Newton-Schulz."""
     elementwise: bool = False
-    """The optimizer treats every number alone, so parameters may be put end to end in one tensor."""
+    """Whether the optimizer treats every number independently, so that parameters may be concatenated in one tensor."""
     stacks: bool = False
-    """The optimizer treats every matrix of a 3-D parameter alone, so equal matrices may be put together in one."""
+    """Whether the optimizer treats every matrix of a 3-D parameter independently, so that matrices of the same shape
+    may be stacked in one tensor."""
 
     def __post_init__(self) -> None:
         for field in ("weight_decay", "error_feedback"):
@@ -67,7 +71,7 @@ class Group:
 def assign(
     named_parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]
 ) -> list[tuple[Group, list[tuple[str, nn.Parameter]]]]:
-    """Give every parameter, in order, to the first group that matches; a group may stay empty on a stage."""
+    """Assigns every parameter, in order, to the first group that matches. A group may be empty on a stage."""
     names = [group.name for group in groups]
     for name in names:
         if names.count(name) > 1:
@@ -87,7 +91,7 @@ def assign(
 
 
 class Hyperparameters(TypedDict, total=False):
-    """What `muon_and_adamw` passes on; the defaults are those of `Muon` and `AdamW`, written there alone."""
+    """Arguments that `muon_and_adamw` passes to `Muon` and `AdamW`. Their defaults are defined only there."""
 
     muon_beta: float
     muon_nesterov: bool
@@ -111,12 +115,13 @@ def muon_and_adamw(
     clip_norm: float | None = Group.clip_norm,
     **hyperparameters: Unpack[Hyperparameters],
 ) -> list[Group]:
-    """The usual two groups: Muon for hidden matrices, AdamW for the rest.
+    """Returns the usual two groups: Muon for hidden matrices, AdamW for the rest.
 
-    `muon_lr=0.02` is Muon's `lr`, `adamw_beta1=0.9` is AdamW's `beta1`, and so on for every field of
-    `Hyperparameters`. What is left out has the default of the constructor, except `adamw_predictor`, which is "last":
-    beside Muon the other one was no better (docs/results/delay.md). Weight decay, error feedback and clipping are the
-    same for both groups, and each group is clipped by its own norm. `dataclasses.replace` changes one of them.
+    `muon_lr=0.02` is the `lr` of Muon, `adamw_beta1=0.9` is the `beta1` of AdamW, and so on for every field of
+    `Hyperparameters`. Fields that are left out have the default of the constructor. The exception is `adamw_predictor`,
+    whose default here is "last": in combination with Muon the other predictor was no better (docs/results/delay.md).
+    Weight decay, error feedback and clipping are the same for both groups, and each group is clipped by its own norm.
+    Use `dataclasses.replace` to change one group.
     """
     unknown = sorted(hyperparameters.keys() - Hyperparameters.__annotations__.keys())
     if unknown:
@@ -135,9 +140,11 @@ def muon_and_adamw(
 
 
 def balance_experts(rate: float) -> Group:
-    """For the biases of routers (slipstream/model/experts.py), whose gradients say which experts had too many tokens.
-    It stands before any group that takes everything: `[balance_experts(0.001), *muon_and_adamw(...)]`.
+    """Returns the group for the biases of routers (slipstream/model/experts.py), whose gradients show which experts had
+    too many tokens.
 
-    Nothing is clipped or decayed, and nothing predicted: a sign that turns around says nothing of the next one.
+    It must come before any group that matches everything: `[balance_experts(0.001), *muon_and_adamw(...)]`. Nothing is
+    clipped or decayed. Nothing is predicted either, because the sign of an update does not predict the sign of the next
+    one.
     """
     return Group("balance", partial(SignDescent, lr=rate), is_router_bias, elementwise=True)

@@ -1,12 +1,12 @@
-"""What is worth a kernel of its own on a GPU, with plain torch beside it for every other place.
+"""Provides operations that have their own kernel on a GPU, with plain torch for all other cases.
 
-    symmetric_product  X X^T and its like: half of the tiles are computed, the other half is their mirror image
+    symmetric_product  X X^T and similar: half of the tiles are computed, the other half is their mirror image
     advance_momentum   momentum and direction in one pass, the direction rounded to the dtype of Newton-Schulz
     apply_update       parameter and predicted parameter in one pass
-    adamw_step         all of AdamW in one pass, where plain torch makes nine and two temporaries
+    adamw_step         all of AdamW in one pass, where plain torch needs nine passes and two temporaries
 
-The kernels themselves are in triton_kernels.py, which is imported when a CUDA tensor first asks for one. Both ways
-compute the same formula, and agree up to rounding.
+The kernels are in triton_kernels.py, which is imported when a CUDA tensor first needs one. Both implementations compute
+the same formula and agree up to rounding.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 USE_TRITON = True
-"""False: plain torch everywhere, to compare with."""
+"""Whether to use Triton. False means plain torch everywhere, for comparison."""
 MIN_ROWS = 1024
-"""Smaller products fill too few tiles for half of them to matter: there it is launches that take the time."""
+"""Smallest number of rows for which half of the tiles are computed. Smaller products have too few tiles for this to
+help: there, launching kernels takes most of the time."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 INT32 = 2**31
-"""The kernels count elements in 32 bits."""
+"""Upper bound on the number of elements, because the kernels count elements in 32 bits."""
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether the elementwise kernels can take these: on one GPU, dense, of the dtypes they compute in."""
+    """Returns whether the elementwise kernels can process these tensors: on a GPU, contiguous, and of a supported dtype
+    and size."""
     return _on_triton(tensors[0]) and all(
         tensor.is_cuda and tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.numel() < INT32
         for tensor in tensors
@@ -41,25 +43,29 @@ def _on_triton(tensor: Tensor) -> bool:
 
 
 def halves_products(X: Tensor) -> bool:
-    """Whether `symmetric_product` computes half of the tiles only. On the meta device as on a GPU, for which plans are
-    made there."""
+    """Returns whether `symmetric_product` computes only half of the tiles.
+
+    The meta device counts as a GPU here, because plans for GPUs are made on it.
+    """
     is_there = _on_triton(X) or X.is_meta
     return is_there and X.dtype in HALVES and X.shape[1] >= MIN_ROWS and X[0].numel() < INT32
 
 
 def symmetric_product(
     X: Tensor,  # (n, rows, depth), any strides
-    Y: Tensor | None = None,  # likewise; X Y^T must be symmetric, as it is if both are symmetric and commute
+    Y: Tensor | None = None,  # same shape; X Y^T must be symmetric, as it is if both are symmetric and commute
     *,
     alpha: float = 1.0,
     added: Tensor | None = None,  # (n, rows, rows), symmetric
     beta: float = 0.0,
     diagonal: float = 0.0,
     scale: Tensor | None = None,  # (n,), float32
-    dtype: torch.dtype | None = None,  # of the result, which is rounded once; None: that of X
+    dtype: torch.dtype | None = None,  # of the result, which is rounded once; None means that of X
 ) -> Tensor:
-    """scale (alpha X Y^T + beta added + diagonal I), for each matrix of the stack. Without Y, X X^T; `diagonal` comes
-    with `added` only."""
+    """Returns scale (alpha X Y^T + beta added + diagonal I), for each matrix of the stack.
+
+    Without Y, the product is X X^T. `diagonal` is used only together with `added`.
+    """
     Y, dtype = X if Y is None else Y, X.dtype if dtype is None else dtype
     if halves_products(X):
         if X.is_meta:
@@ -84,9 +90,9 @@ def advance_momentum(
     direction: Tensor,  # same shape, any dtype, written
     *,
     beta: float,
-    weight: float,  # of the momentum in the direction; the rest is the gradient's
+    weight: float,  # of the momentum in the direction; the gradient has the rest
 ) -> None:
-    """m <- beta m + (1 - beta) g; direction <- weight m + (1 - weight) g"""
+    """Computes m <- beta m + (1 - beta) g; direction <- weight m + (1 - weight) g."""
     if usable(gradient, momentum, direction):
         from .triton_kernels import advance_momentum as by_triton
 
@@ -104,7 +110,7 @@ def apply_update(
     decay: float,
     coefficient: float,
 ) -> None:
-    """p <- decay p - u; ahead <- p - coefficient u. For `usable` tensors alone."""
+    """Computes p <- decay p - u; ahead <- p - coefficient u. All tensors must be `usable`."""
     from .triton_kernels import apply_update as by_triton
 
     by_triton(parameter, update, ahead, decay, coefficient)
@@ -112,7 +118,7 @@ def apply_update(
 
 
 def adamw_step(
-    parameter: Tensor,  # written, like the two after the gradient
+    parameter: Tensor,  # written, and so are mean and square
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
@@ -128,8 +134,10 @@ def adamw_step(
     decay: float,
     coefficient: float,
 ) -> None:
-    """rules.adamw_update, then p <- decay p - u and ahead <- p - coefficient w, w being u or, if so, what u would be
-    with Nesterov's term. For `usable` tensors alone."""
+    """Computes rules.adamw_update, then p <- decay p - u and ahead <- p - coefficient w.
+
+    w is u, or with `expects_nesterov` what u would be with Nesterov's term. All tensors must be `usable`.
+    """
     from .triton_kernels import adamw_step as by_triton
 
     by_triton(
@@ -152,7 +160,8 @@ def adamw_step(
 
 
 def _tell_autograd(parameter: Tensor, ahead: Tensor | None) -> None:
-    """Of what torch did not see being written: a graph that still needs the old weights must raise."""
+    """Notifies autograd that tensors were written, which torch cannot see in a Triton kernel. A graph that still needs
+    the old weights must raise an error."""
     increment_version(parameter)
     if ahead is not None:
         increment_version(ahead)

@@ -1,10 +1,10 @@
-"""Learning-rate schedules: a multiplier of the peak learning rate for every update index, in plain Python.
+"""Learning-rate schedules: a factor of the peak learning rate for the index of every update, in plain Python.
 
     multiplier = cosine(warmup_steps=100, total_steps=1000, final_fraction=0.1)
     lr = peak_lr * multiplier(update)          # update counts from 0
 
-The index is that of the update, not of the batch in flight. Warm-up rises linearly from 1 / warmup_steps,
-never from zero, so that the first update counts; from `total_steps` on it stays at `final_fraction`.
+The index is that of the update, not of the batch in flight. Warm-up rises linearly from 1 / warmup_steps, never from
+zero, so that the first update has an effect. From `total_steps` on the factor stays at `final_fraction`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def constant(warmup_steps: int) -> Multiplier:
 
 
 def cosine(warmup_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
-    """Half a cosine from the end of the warm-up to `total_steps`."""
+    """Returns a schedule that falls as half a cosine from the end of the warm-up to `total_steps`."""
     _check(warmup_steps, total_steps - warmup_steps, total_steps, final_fraction)
 
     def multiplier(step: int) -> float:
@@ -34,12 +34,13 @@ def cosine(warmup_steps: int, total_steps: int, final_fraction: float) -> Multip
 
 
 def linear(warmup_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
-    """A straight line from the end of the warm-up to `total_steps`."""
+    """Returns a schedule that falls linearly from the end of the warm-up to `total_steps`."""
     return wsd(warmup_steps, total_steps - warmup_steps, total_steps, final_fraction)
 
 
 def wsd(warmup_steps: int, decay_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
-    """Warm-up, stable, decay: at the peak until the last `decay_steps`, then a straight line."""
+    """Returns a schedule of warm-up, stable phase and decay: at the peak until the last `decay_steps`, then a linear
+    fall."""
     _check(warmup_steps, decay_steps, total_steps, final_fraction)
 
     def multiplier(step: int) -> float:
@@ -52,7 +53,7 @@ def wsd(warmup_steps: int, decay_steps: int, total_steps: int, final_fraction: f
 def learning_rate_schedule(
     name: str, *, warmup_steps: int, total_steps: int, decay_steps: int, final_fraction: float
 ) -> Multiplier:
-    """Pick a schedule by name; `decay_steps` is read by wsd alone, and constant reads only `warmup_steps`."""
+    """Returns a schedule by name. Only wsd uses `decay_steps`, and constant uses only `warmup_steps`."""
     if name == "constant":
         return constant(warmup_steps)
     if name == "cosine":
@@ -69,7 +70,7 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """0 up to `start`, 1 from `end` on."""
+    """Returns 0 up to `start`, 1 from `end` on, and a linear function in between."""
     if step >= end:
         return 1.0
     return (step - start) / (end - start) if step > start else 0.0

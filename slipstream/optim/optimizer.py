@@ -1,12 +1,12 @@
-"""`Muon`, `AdamW` and `SignDescent`: thin torch optimizers over the rules.
+"""Defines `Muon`, `AdamW` and `SignDescent`: thin torch optimizers that call the rules of rules.py.
 
     optimizer = Muon(matrices, lr=0.02)
 
-They can be used with any training loop. Under error feedback leave `weight_decay` at 0 and give it to the
-`Group` instead: decay done in here would look like a part of the update and be extrapolated with it.
+They can be used in any training loop. With error feedback, leave `weight_decay` at 0 and set it in the `Group` instead:
+decay made by the optimizer would be a part of the update and would be extrapolated with it.
 
-A step never waits for the device. On a GPU small matrices share their kernels, and large tensors are passed over once
-(kernels.py); on a CPU every parameter is stepped on its own, so that its bits do not depend on its neighbours.
+A step never waits for the device. On a GPU, small matrices share kernels, and large tensors are processed in one pass
+(kernels.py). On a CPU every parameter is updated separately, so that its bits do not depend on other parameters.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from . import kernels
 from .rules import NS_DTYPES, SCALES, adamw_step_from, adamw_update, momentum_weight, orthogonal_update, sign_update
 
 STACK_ELEMENTS = 2**24
-"""Large matrices gain nothing from being stacked, and a stack costs several temporaries of its size."""
+"""Largest number of elements of a stack in fp32, and of a piece of a large tensor. Large matrices do not profit from
+being stacked, and a stack needs several temporaries of its size."""
 ADAMW_PREDICTORS = ("nesterov", "last")
 LARGE_ELEMENTS = 2**20
-"""From here on a pass over a parameter takes a GPU longer than the launch of its kernel takes the host."""
+"""Number of elements from which a pass over a parameter takes a GPU longer than the host needs to launch its kernel."""
 
 
 View = Callable[[Tensor], Tensor]
-"""The same part of each of several tensors."""
+"""Function that selects the same part of each of several tensors."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -39,8 +40,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def stack_elements(ns_dtype: torch.dtype) -> int:
-    """At most so many elements, but at least one parameter, are orthogonalised together. In bf16 more: the iteration
-    then keeps two copies of two bytes, else four of four. The tiles of several matrices fill a GPU more evenly."""
+    """Returns the largest number of elements that are orthogonalised together. A single parameter may have more.
+
+    In bf16 the number is larger, because the iteration keeps two copies of two bytes per element, otherwise four of
+    four bytes. The tiles of several matrices use a GPU more evenly.
+    """
     return STACK_ELEMENTS * (4 if ns_dtype == torch.bfloat16 else 1)
 
 
@@ -51,9 +55,12 @@ class PredictingOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_ahead(self, working: Mapping[Tensor, Tensor], coefficient: float) -> None:
-        """A step that leaves z - coefficient w in `working`, which has a copy of every parameter; w is the update
-        expected next. Where that is u again, it is what `correction.predict` makes of copies taken before, without the
-        copies. Decay is not extrapolated."""
+        """Makes a step, and writes z - coefficient w to `working`. z are the new parameters, and w is the update that
+        is expected next.
+
+        working: a tensor for every parameter. If w is the last update u, the result is the same as that of
+        `correction.predict`, but no copies of the old parameters are needed. Weight decay is not extrapolated.
+        """
         self._ahead = working, coefficient
         try:
             self.step()
@@ -64,8 +71,11 @@ class PredictingOptimizer(Optimizer):
                 copy.copy_(parameter)
 
     def expected(self, parameter: Tensor, group: dict[str, Any], view: View = whole) -> Tensor | None:
-        """After a step, while the gradient is there: the update expected next, or a part of it; None: the same again.
-        group: the one of `param_groups` that has the parameter."""
+        """Returns the update that is expected next, or None if that is the last update again.
+
+        Call it after a step, while the gradient still exists. group: the entry of `param_groups` that contains the
+        parameter. view: selects a part of the update.
+        """
         return None
 
     def _apply(self, parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
@@ -73,7 +83,7 @@ class PredictingOptimizer(Optimizer):
         _move(parameter, update, copy, 1 - group["lr"] * group["weight_decay"], coefficient)
 
     def _target(self, parameter: Tensor) -> tuple[Tensor | None, float]:
-        """Where the predicted parameter goes, and how far it is predicted."""
+        """Returns the tensor for the predicted parameter, and the coefficient of the prediction."""
         if self._ahead is None:
             return None, 0.0
         working, coefficient = self._ahead
@@ -82,13 +92,14 @@ class PredictingOptimizer(Optimizer):
 
 @final
 class Muon(PredictingOptimizer):
-    """Orthogonalised momentum for hidden matrices, stacked by shape so that small ones share their kernels.
+    """Updates hidden matrices with orthogonalised momentum.
 
-    A 3-D parameter is a stack of matrices, each orthogonalised on its own. Use `AdamW` for embeddings,
-    heads and vectors.
+    Matrices of the same shape are stacked, so that small ones share kernels. A 3-D parameter is a stack of matrices,
+    and each is orthogonalised separately. Use `AdamW` for embeddings, heads and vectors.
 
-    lookahead: how many steps `nesterov` looks ahead. With more steps the newest gradient counts more; at 1 / (1 - beta)
-    only the newest gradient counts. Under delay that gradient is itself late, so more than one step may help.
+    lookahead: number of steps that `nesterov` looks ahead. With more steps the newest gradient has more weight. With 1
+    / (1 - beta) steps, only the newest gradient counts. With delay that gradient is itself late, so more than one step
+    may help.
     """
 
     def __init__(
@@ -116,7 +127,7 @@ class Muon(PredictingOptimizer):
         }
         super().__init__(params, defaults)
         self._stacks: dict[Tensor, tuple[Tensor, list[Tensor]]] = {}
-        """By the first parameter of a stack: momenta together, and each parameter's view of them."""
+        """Stacks by their first parameter: a tensor of all momenta, and the view of it for each parameter."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -171,8 +182,11 @@ class Muon(PredictingOptimizer):
             self._apply(parameter, update, group)
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Advances every momentum. Where the iteration is in bf16 the directions are rounded here already: neither
-        they nor the updates are ever held in fp32."""
+        """Updates every momentum. Returns the directions.
+
+        If the iteration is in bf16, the directions are rounded here already. So neither they nor the updates are ever
+        held in fp32.
+        """
         first, rows, cols = parameters[0], *parameters[0].shape[-2:]
         is_narrow = group["ns_dtype"] == torch.bfloat16
         directions = torch.empty(
@@ -198,8 +212,11 @@ class Muon(PredictingOptimizer):
         return directions
 
     def _stacked_momentum(self, parameters: list[Tensor]) -> Tensor:
-        """The momenta of like matrices as one tensor, of which every parameter's own state is a view. It is made anew
-        when others have come together than the last time, or when a state was loaded."""
+        """Returns the momenta of matrices of the same shape as one tensor. The state of every parameter is a view of
+        it.
+
+        The tensor is created again if the parameters differ from those of the last call, or if a state was loaded.
+        """
         stack, views = self._stacks.get(parameters[0], (None, []))
         states = [self.state[parameter] for parameter in parameters]
         known = [state.get("momentum") for state in states]
@@ -219,11 +236,11 @@ class Muon(PredictingOptimizer):
 
 @final
 class AdamW(PredictingOptimizer):
-    """Adam with decoupled weight decay; `nesterov` looks one step ahead, which helps under delay.
+    """Implements Adam with decoupled weight decay. `nesterov` looks one step ahead, which helps with delay.
 
-    predictor: what error feedback expects of the next update. "last": this update again, as in the paper. "nesterov":
-    this update with Nesterov's term, whether or not the step itself has it. It turns with the mean and loses far less
-    to the delay (docs/results/delay.md).
+    predictor: the update that error feedback expects next. "last" is this update again, as in the paper. "nesterov" is
+    this update with Nesterov's term, even if the step itself does not have it. It follows changes of the mean, and
+    loses far less to the delay (docs/results/delay.md).
     """
 
     def __init__(
@@ -266,7 +283,7 @@ class AdamW(PredictingOptimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    # The count is a Python int: reading it never waits for a device.
+                    # The count is a Python int, so reading it never waits for a device.
                     state["step"] = 0
                     state["mean"] = torch.zeros_like(parameter)
                     state["square"] = torch.zeros_like(parameter)
@@ -281,7 +298,7 @@ class AdamW(PredictingOptimizer):
 
     @torch.no_grad()
     def forecast(self, parameter: Tensor, group: dict[str, Any], nesterov: bool, view: View = whole) -> Tensor:
-        """After a step, what it would have been with Nesterov's term, or without; or a part of that."""
+        """Returns what the last step would have been with Nesterov's term, or without it. view: selects a part."""
         state = self.state[parameter]
         tensors = map(view, (_gradient(parameter), state["mean"], state["square"]))
         return adamw_step_from(*tensors, **_settings(group, state) | {"nesterov": nesterov})
@@ -313,7 +330,7 @@ class AdamW(PredictingOptimizer):
 
 @final
 class SignDescent(PredictingOptimizer):
-    """A step of `lr` against the sign of the gradient, and none where that is zero."""
+    """Makes a step of `lr` against the sign of the gradient, and no step where the gradient is zero."""
 
     def __init__(self, params: ParamsT, *, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -334,12 +351,12 @@ class SignDescent(PredictingOptimizer):
 
 
 def _settings(group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """What AdamW's rule takes beside its tensors."""
+    """Returns the arguments of AdamW's rule other than tensors."""
     return {"step": state["step"]} | {key: group[key] for key in ("lr", "beta1", "beta2", "eps", "nesterov")}
 
 
 def expects_nesterov(group: dict[str, Any]) -> bool:
-    """Of AdamW: whether the next update is expected to differ from the last."""
+    """Returns whether a param group of AdamW expects the next update to differ from the last."""
     return group["predictor"] == "nesterov" and not group["nesterov"]
 
 
@@ -351,7 +368,8 @@ def _evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def _stacks(parameters: list[Tensor], max_elements: int) -> Iterator[list[Tensor]]:
-    """Cut a list of like matrices into stacks of at most so many elements, but at least one parameter each."""
+    """Splits a list of matrices of the same shape into stacks of at most `max_elements` elements, with at least one
+    parameter each."""
     stack: list[Tensor] = []
     elements = 0
     for parameter in parameters:
@@ -364,12 +382,12 @@ def _stacks(parameters: list[Tensor], max_elements: int) -> Iterator[list[Tensor
 
 
 def share_kernels(parameters: list[Tensor]) -> bool:
-    """Whether launches cost more than the copies that save them."""
+    """Returns whether separate kernel launches would cost more than the copies that avoid them."""
     return parameters[0].is_cuda and all(parameter.numel() < LARGE_ELEMENTS for parameter in parameters)
 
 
 def _pieces(stack: Tensor, parameters: list[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Every parameter with its part of the stack, in its shape."""
+    """Returns every parameter with its part of the stack, viewed in the shape of the parameter."""
     rows, cols = stack.shape[-2:]
     parts = stack.split([parameter.numel() // (rows * cols) for parameter in parameters])
     return ((parameter, part.view(parameter.shape)) for parameter, part in zip(parameters, parts, strict=True))
@@ -378,7 +396,7 @@ def _pieces(stack: Tensor, parameters: list[Tensor]) -> Iterable[tuple[Tensor, T
 def _move(
     parameter: Tensor,
     update: Tensor,
-    copy: Tensor | None,  # where the predicted parameter goes
+    copy: Tensor | None,  # for the predicted parameter
     decay: float,
     coefficient: float,
 ) -> None:
@@ -396,8 +414,11 @@ def _move(
 
 
 def _chunks(tensors: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """The tensors, or pieces of them all: temporaries as large as an embedding would be the peak of an update. Never
-    on a CPU, where the last bit of a sum depends on its place in the tensor."""
+    """Splits the tensors into pieces, because temporaries as large as an embedding would be the memory peak of an
+    update.
+
+    On a CPU the tensors are not split, because there the last bit of a sum depends on its position in the tensor.
+    """
     if tensors[0].is_cpu or not all(tensor.is_contiguous() for tensor in tensors):
         return [tuple(tensors)]
     return zip(*(tensor.view(-1).split(STACK_ELEMENTS) for tensor in tensors), strict=True)
@@ -414,7 +435,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def _newest_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """The group just added, for checking; it is taken out again if it is refused."""
+    """Yields the group that was just added, so that it can be checked. Removes the group again if the check raises a
+    ValueError."""
     try:
         yield optimizer.param_groups[-1]
     except ValueError:

@@ -1,8 +1,8 @@
-"""The update rules: a gradient and the rule's own state in, the complete update out.
+"""The update rules: functions from a gradient and the state of the rule to the complete update.
 
-An optimizer turns a delayed gradient into an update, and this is where it happens. Every rule returns u such
-that new = old - u, learning rate included; decoupled weight decay is not part of u. A rule writes its own
-state and nothing else: never the gradient, which under delay someone may still hold, and no parameter.
+Every rule returns u such that new = old - u. The learning rate is part of u, decoupled weight decay is not. A rule
+writes its own state and nothing else. It never writes the gradient, which with delay may still be in use elsewhere, nor
+a parameter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .kernels import halves_products, symmetric_product
 SCALES = ("spectral", "match_rms_adamw")
 NS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 WIDE = 2
-"""Times as many columns as rows, from where on several steps of Newton-Schulz at once are fewer FLOPs."""
+"""Smallest ratio of columns to rows for which several steps of Newton-Schulz at once need fewer FLOPs."""
 AT_ONCE = 3
-"""Steps; see `_iterate_in_bf16`."""
+"""Number of steps that are made at once; see `_iterate_in_bf16`."""
 
 
 def newton_schulz(
@@ -29,15 +29,16 @@ def newton_schulz(
     eps: float = 1e-7,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
     scale: float = 1.0,
-    may_overwrite: bool = False,  # `matrices`, whose memory then saves a temporary in bf16
+    may_overwrite: bool = False,  # `matrices`; in bf16 its memory replaces a temporary
 ) -> Tensor:
-    """Orthogonalise each matrix on its own: U S V^T becomes about scale U V^T.
+    """Orthogonalises each matrix separately: U S V^T becomes about scale U V^T.
 
-    Keller Jordan's quintic iteration (https://kellerjordan.github.io/posts/muon). Its coefficients give the
-    steepest slope at zero, not convergence: singular values end up between 0.68 and 1.21, those that are tiny
-    beside the matrix's norm below. `dtype` is that of the iteration, the result has the dtype of `matrices`.
-    In bf16 a gradient sum taken in another order moves the result by 4e-3, so schedules can only be compared
-    in fp32 or fp64. A matrix whose norm is below `eps` is taken for noise: its result shrinks with it.
+    This is Keller Jordan's quintic iteration (https://kellerjordan.github.io/posts/muon). Its coefficients are chosen
+    for the steepest slope at zero, not for convergence. Singular values end between 0.68 and 1.21; those that are tiny
+    relative to the norm of the matrix end below. `dtype` is that of the iteration; the result has the dtype of
+    `matrices`. In bf16, a gradient that was summed in another order changes the result by 4e-3, so schedules can be
+    compared only in fp32 or fp64. A matrix whose norm is below `eps` is treated as noise: its result becomes smaller
+    with it.
     """
     if matrices.ndim not in (2, 3):
         raise ValueError(
@@ -48,7 +49,7 @@ def newton_schulz(
     rows, cols = matrices.shape[-2:]
     X = matrices.to(dtype).reshape(-1, rows, cols)
     if dtype == torch.bfloat16:
-        is_free = may_overwrite or matrices.dtype != dtype  # then X is a copy
+        is_free = may_overwrite or matrices.dtype != dtype  # in the second case X is a copy
         X = _iterate_in_bf16(X, steps, eps, coefficients, scale, is_free and X.is_contiguous())
     else:
         X = _iterate(X, steps, eps, coefficients)
@@ -59,7 +60,7 @@ def newton_schulz(
 
 def _iterate(X: Tensor, steps: int, eps: float, coefficients: tuple[float, float, float]) -> Tensor:
     a, b, c = coefficients
-    # The Gram matrix X X^T is the small one only if X is wide.
+    # The Gram matrix X X^T is the smaller one only if X is wide.
     is_tall = X.shape[1] > X.shape[2]
     if is_tall:
         X = X.mT
@@ -80,24 +81,25 @@ def _iterate_in_bf16(
     scale: float,
     may_overwrite: bool,
 ) -> Tensor:
-    """The same for speed: nothing as large as X is read or written but by the products themselves, and once to be
-    measured.
+    """Makes the same iteration as `_iterate`, but faster. Only the products themselves read or write anything as large
+    as X, and the norm of X reads it once.
 
-    a X + (b A + c A A) X is taken as one product with B = a I + b A + c A A, because adding X to a product copies it
-    first. The norm divides the small matrices instead of X. The last step multiplies by `scale`, and from the other
-    side where X is tall, so that its result lies in memory as X did.
+    a X + (b A + c A A) X is computed as one product with B = a I + b A + c A A, because adding X to a product copies X
+    first. The small matrices are divided by the norm instead of X. The last step also multiplies by `scale`. If X is
+    tall, the last step multiplies from the other side, so that the result has the same memory layout as X.
 
-    Of a wide X several steps are taken at once: the Gram matrix of B X is B A B = A B B, since they commute, so that
-    the next polynomial needs no product of X's size. What rounding adds to a small eigenvalue of A is multiplied by
-    a^2 = 12 in every step that does not look at X again. Therefore Gram matrices are kept in float16, which rounds
-    eight times as finely as bf16, and for its narrow range the first one, whose trace is 1, is kept times its rows.
+    For a wide X, several steps are made at once. The Gram matrix of B X is B A B = A B B, because A and B commute, so
+    the next polynomial needs no product of the size of X. Rounding errors in a small eigenvalue of A are multiplied by
+    a^2 = 12 in every step that does not use X again. Therefore Gram matrices are stored in float16, which rounds eight
+    times as finely as bf16. Because float16 has a narrow range, the first Gram matrix, whose trace is 1, is multiplied
+    by its number of rows.
     """
     room = X.view(-1) if may_overwrite else None
     is_tall = X.shape[1] > X.shape[2]
     if is_tall:
         X = X.mT
     n, rows, cols = X.shape
-    is_fine = halves_products(X)  # elsewhere FLOPs hardly matter, or float16 is slow
+    is_fine = halves_products(X)  # otherwise FLOPs hardly matter, or float16 is slow
     at_once = AT_ONCE if is_fine and cols >= WIDE * rows else 1
     gram_dtype = torch.float16 if is_fine else X.dtype
     shrinking = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float32).clamp_(min=eps).reciprocal_()
@@ -109,7 +111,7 @@ def _iterate_in_bf16(
             factors = torch.full_like(shrinking, scale) if factors is None else factors * scale
         unit, num_steps = (1 / rows if is_first else 1.0), min(at_once, steps - step)
         B = _several_steps(A, unit, num_steps, coefficients, factors, X.dtype)
-        # (B X)^T = X^T B, for B is symmetric
+        # (B X)^T = X^T B, because B is symmetric
         left, right = (X.mT, B) if is_last and is_tall else (B, X)
         if room is not None and number % 2 == 1:
             X = torch.bmm(left, right, out=room.view(n, left.shape[1], right.shape[2]))
@@ -127,7 +129,7 @@ def _several_steps(
     factors: Tensor | None,  # (n,)
     dtype: torch.dtype,
 ) -> Tensor:
-    """B, times `factors`, with B X what becomes of X in so many steps if X X^T = unit A."""
+    """Returns B multiplied by `factors`, where B X is the result of `num_steps` steps on X, if X X^T = unit A."""
     B = None
     for _ in range(num_steps - 1):
         P = _polynomial(A, unit, coefficients)
@@ -153,7 +155,8 @@ def _polynomial(
 def momentum_direction(
     gradient: Tensor, momentum: Tensor, *, beta: float, nesterov: bool, lookahead: float = 1.0
 ) -> Tensor:
-    """Advance the momentum by one gradient; what comes back may be the momentum itself: do not write it."""
+    """Updates the momentum with a gradient, and returns the direction. The result may be the momentum itself: do not
+    write to it."""
     # m <- beta m + (1 - beta) g
     momentum.lerp_(gradient, 1 - beta)
     if not nesterov:
@@ -162,23 +165,24 @@ def momentum_direction(
 
 
 def momentum_weight(beta: float, nesterov: bool, lookahead: float) -> float:
-    """What the momentum counts in the direction, beside the newest gradient."""
+    """Returns the weight of the momentum in the direction. The newest gradient has the rest."""
     if not nesterov:
         return 1.0
-    # Nesterov looks one step ahead, beta m + (1 - beta) g; and k steps along the same line, m + k (1 - beta) (g - m)
+    # Nesterov looks one step ahead: beta m + (1 - beta) g. Along the same line, k steps are m + k (1 - beta) (g - m).
     return beta if lookahead == 1 else 1 - lookahead * (1 - beta)
 
 
 def orthogonal_update(
     direction: Tensor, *, lr: float, ns_steps: int, ns_dtype: torch.dtype, scale: str, may_overwrite: bool = False
 ) -> Tensor:
-    """u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them; of its dtype."""
+    """Returns u = lr * scale(rows, cols) * orthogonalised direction, for one matrix or a stack of them, in the dtype of
+    `direction`."""
     factor = lr * shape_scale(scale, *direction.shape[-2:])
     return newton_schulz(direction, ns_steps, ns_dtype, scale=factor, may_overwrite=may_overwrite)
 
 
 def shape_scale(scale: str, rows: int, cols: int) -> float:
-    """What makes one learning rate serve matrices of all shapes.
+    """Returns the factor with which one learning rate works for matrices of all shapes.
 
     spectral         sqrt(max(1, rows / cols)), Keller Jordan's; "original" in torch.optim.Muon
     match_rms_adamw  0.2 sqrt(max(rows, cols)): updates as large as AdamW's usually are (arXiv:2502.16982)
@@ -202,7 +206,7 @@ def muon_update(
     scale: str,
     lookahead: float = 1.0,
 ) -> Tensor:
-    """Muon with its momentum as a moving average, in the convention of torch.optim.Muon."""
+    """Computes the update of Muon. The momentum is a moving average, as in torch.optim.Muon."""
     direction = momentum_direction(gradient, momentum, beta=beta, nesterov=nesterov, lookahead=lookahead)
     return orthogonal_update(direction, lr=lr, ns_steps=ns_steps, ns_dtype=ns_dtype, scale=scale)
 
@@ -219,11 +223,14 @@ def adamw_update(
     eps: float,
     nesterov: bool,
 ) -> Tensor:
-    """Adam without its weight decay.
+    """Computes the update of AdamW without weight decay.
 
-    u = lr n / (sqrt(v / (1 - beta2^t)) + eps) with n = m / (1 - beta1^t). With `nesterov`
-    n = (beta1 m + (1 - beta1) g) / (1 - beta1^t): one step ahead as in NAdam, without its schedule for beta1.
-    The operations stand in the order of torch.optim.AdamW(foreach=False): old - u has its bits on a CPU.
+        u = lr n / (sqrt(v / (1 - beta2^t)) + eps)
+        n = m / (1 - beta1^t)
+        n = (beta1 m + (1 - beta1) g) / (1 - beta1^t)      with `nesterov`
+
+    With `nesterov` the rule looks one step ahead as in NAdam, without its schedule for beta1. The operations are in the
+    order of torch.optim.AdamW(foreach=False), so on a CPU old - u has the same bits.
     """
     # m <- beta1 m + (1 - beta1) g
     mean.lerp_(gradient, 1 - beta1)
@@ -246,7 +253,7 @@ def adamw_step_from(
     eps: float,
     nesterov: bool,
 ) -> Tensor:
-    """The second half of `adamw_update`: the step that the averages, which have this gradient already, come to."""
+    """Computes the second half of `adamw_update`: the update from averages that already contain this gradient."""
     numerator = gradient.lerp(mean, beta1) if nesterov else mean
     # sqrt(v / (1 - beta2^t)) + eps
     denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
@@ -257,5 +264,5 @@ def adamw_step_from(
 
 
 def sign_update(gradient: Tensor, *, lr: float) -> Tensor:
-    """u = lr sign(g)"""
+    """Returns u = lr sign(g)."""
     return gradient.sign().mul_(lr)

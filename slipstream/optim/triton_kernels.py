@@ -1,10 +1,10 @@
-"""The GPU kernels behind kernels.py, in Triton, which comes with torch's CUDA builds.
+"""The GPU kernels of kernels.py, in Triton, which is part of torch's CUDA builds.
 
 They are launched on torch's current stream and never wait for it. Everything is computed in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# (what a kernel takes has types of Triton's own)
+# (the arguments of a kernel have types that only Triton defines)
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch import Tensor
 
 class Tiling(NamedTuple):
     block: int
-    """Rows and columns of a tile of the result."""
+    """Number of rows, and of columns, of a tile of the result."""
     depth: int
-    """How much of the sum is loaded at a time."""
+    """Number of terms of the sum that are loaded at a time."""
     num_warps: int
     num_stages: int
-    """Loads under way at a time."""
+    """Number of loads in progress at the same time."""
 
 
 TILING = Tiling(block=128, depth=64, num_warps=4, num_stages=3)
 ELEMENTS = 1024
-"""A program of an elementwise kernel takes so many."""
+"""Number of elements that one program of an elementwise kernel processes."""
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def _symmetric_product(
     alpha, beta, diagonal,
     HAS_ADDED: tl.constexpr, HAS_SCALE: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A program makes the tile (i, j) of one matrix and its mirror image (j, i); those below the diagonal have
-    nothing to do. A tile on the diagonal is as symmetric as rounding has left X Y^T. IS_EVEN: the tiles cover X
-    exactly, so that no load need be masked."""
+    """Computes the tile (i, j) of one matrix, and its mirror image (j, i), in one program. Programs below the diagonal
+    do nothing. A tile on the diagonal is as symmetric as X Y^T is after rounding. IS_EVEN: the tiles cover X exactly,
+    so that no load needs a mask."""
     num_tiles = tl.cdiv(rows, BLOCK)
     i = tl.program_id(0) // num_tiles
     j = tl.program_id(0) % num_tiles
@@ -95,7 +95,7 @@ def symmetric_product(
 ) -> Tensor:
     n, rows, depth = X.shape
     out = torch.empty(n, rows, rows, dtype=dtype, device=X.device)
-    base = out if added is None else added  # a pointer is wanted even where it is not followed
+    base = out if added is None else added  # a pointer is required even if it is not used
     num_tiles = triton.cdiv(rows, TILING.block)
     with _device(X):
         _symmetric_product[(num_tiles * num_tiles, n)](
@@ -112,7 +112,7 @@ def symmetric_product(
 
 @triton.jit
 def _advance_momentum(g_ptr, m_ptr, direction_ptr, num_elements, share, weight, ELEMENTS: tl.constexpr):
-    """share and weight: of the gradient, in the momentum and in the direction."""
+    """share and weight: weights of the gradient in the momentum and in the direction."""
     offsets = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = offsets < num_elements
     g = tl.load(g_ptr + offsets, mask=inside).to(tl.float32)
@@ -158,7 +158,8 @@ def _adamw_step(
     rate, share1, beta2, share2, root_correction, eps, decay, coefficient,
     NESTEROV: tl.constexpr, EXPECTS_NESTEROV: tl.constexpr, HAS_AHEAD: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """share1 and share2: 1 - beta1 and 1 - beta2, which fp32 would not have exactly enough after a subtraction."""
+    """share1 and share2: 1 - beta1 and 1 - beta2. They are passed in because a subtraction in fp32 would be too
+    inexact."""
     offsets = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = offsets < num_elements
     p = tl.load(p_ptr + offsets, mask=inside).to(tl.float32)
@@ -210,5 +211,8 @@ def adamw_step(
 
 
 def _device(tensor: Tensor) -> Any:
-    """Triton launches on the current device, whatever its arguments say. On a CPU it is the interpreter that runs."""
+    """Selects the device of a tensor, because Triton launches on the current device regardless of its arguments.
+
+    On a CPU nothing is selected: there Triton's interpreter runs.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""Schedules as plain data: made, checked, simulated and drawn without torch."""
+"""Schedules as plain data. They are generated, checked, simulated and drawn without torch."""
 
 from .action import Action, Key, Op, requires
 from .schedule import EvaluationSteps, Schedule, ScheduleError

@@ -1,7 +1,7 @@
-"""What one stage does next: the vocabulary of every schedule.
+"""Defines an action, the smallest unit of every schedule.
 
-A schedule is data: for every stage a sequence of actions. This file defines the action, its text form and the one rule
-that says what an action has to wait for; generators, checker, simulator, figures and executor all use that rule.
+A schedule is data: a sequence of actions for every stage. This file defines the action, its text form, and the one rule
+that says what an action must wait for. Generators, checker, simulator, figures and executor all use that rule.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Op(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a stage does, printed as it is spoken: `2F5@v3` is stage 2, forward of microbatch 5 on version 3.
+    """One action of a stage. As text, `2F5@v3` is stage 2, forward of microbatch 5 on version 3.
 
-    microbatch  counted from the start of the run; for UPDATE the last microbatch whose gradient it takes in, for
-                EVALUATE the index in the evaluation set
-    version     weights read by FORWARD, BACKWARD and EVALUATE, written by UPDATE; version v holds v updates
+    microbatch  Counted from the start of the run. For UPDATE it is the last microbatch whose gradient the update
+                contains, for EVALUATE the index in the evaluation set.
+    version     Weights that FORWARD, BACKWARD and EVALUATE read, and that UPDATE writes. Version v contains v updates.
     """
 
     stage: int
@@ -48,12 +48,14 @@ class Action:
 
     @property
     def key(self) -> Key:
-        """What identifies the action among all stages. An evaluation returns at later versions, so it keeps its own."""
+        """Returns what identifies the action among all stages. The key of an evaluation contains the version, because
+        the same evaluation is repeated at later versions."""
         return Key(self.stage, self.op, self.microbatch, self.version if self.op is Op.EVALUATE else None)
 
 
 class Key(NamedTuple):
-    """A tuple, because checker and simulator look up a few of them for every action."""
+    """Identifies an action. It is a tuple for speed, because checker and simulator look up several keys for every
+    action."""
 
     stage: int
     op: Op
@@ -65,11 +67,11 @@ class Key(NamedTuple):
 
 
 def requires(action: Action, num_stages: int, global_update: bool) -> list[Key]:
-    """The actions that must be finished, on this or another stage, before `action` can begin.
+    """Returns the actions that must be finished, on this or another stage, before `action` can begin.
 
-    Only data flow is listed; that a stage works through its own sequence in order is understood. With `global_update`
-    an update needs the whole batch's gradient from every stage, because the norm for clipping, the gradient of tied
-    weights and the verdict on inf and nan are sums over stages.
+    Only data flow is listed. In addition, each stage plays its own sequence in order. With `global_update` an update
+    needs the gradient of the whole batch from every stage, because three things are sums over stages: the norm for
+    clipping, the gradient of tied weights, and the check for inf and nan.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.op in (Op.FORWARD, Op.EVALUATE):

@@ -1,9 +1,9 @@
-"""Proves on the data that a schedule keeps its promises: before it runs, and without torch.
+"""Checks that a schedule has the properties it promises, before it runs and without torch.
 
     report = check(Schedule("two_bw", num_stages=4, num_microbatches=4, num_steps=3))
 
-`check` raises a ScheduleError that names the offending action, or returns what it has observed. `play` is the
-one way to work through all stages at once; the simulator uses it too.
+`check` raises a ScheduleError that names the wrong action, or returns what it has observed. `play` is the only function
+that runs through all stages together; the simulator uses it too.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .schedule import Schedule, ScheduleError
 
 @dataclass(frozen=True)
 class Report:
-    """What a checked schedule does, stage by stage."""
+    """The properties of a checked schedule, for every stage."""
 
     delays: tuple[tuple[int, int] | None, ...]
-    """Fewest and most updates between the weights a batch ran on and those its own update is applied to. Left
-    out are the synchronous start and the first `delay` batches after it, which have nothing to be late for.
-    None where no batch is left."""
+    """Smallest and largest number of updates between the weights that a batch ran on and those that its own update is
+    applied to. The synchronous start and the first `delay` batches after it are not counted, because their delay is
+    smaller. None means that no batch is left."""
     live_versions: tuple[int, ...]
-    """Most weight versions held at once."""
+    """Largest number of weight versions held at the same time."""
     peak_in_flight: tuple[int, ...]
-    """Most microbatches between their forward and their backward."""
+    """Largest number of microbatches between their forward and their backward."""
     num_actions: int
     max_drift: int
-    """Most updates that any microbatch crossed between its forward and its backward."""
+    """Largest number of updates between the forward and the backward of any microbatch."""
 
 
 def check(schedule: Schedule) -> Report:
@@ -38,9 +38,9 @@ def check(schedule: Schedule) -> Report:
 
 
 def check_actions(schedule: Schedule, actions_by_stage: Sequence[Sequence[Action]]) -> Report:
-    """Checks these actions, wherever they come from, against what `schedule` promises.
+    """Checks actions from any source against the properties of `schedule`.
 
-    The checks stand in this order because each relies on those before it.
+    The order of the checks matters, because each relies on those before it.
     """
     if schedule.num_steps is None or len(actions_by_stage) != schedule.num_stages:
         raise ScheduleError(
@@ -68,17 +68,18 @@ def check_actions(schedule: Schedule, actions_by_stage: Sequence[Sequence[Action
 
 
 def bounded_actions(schedule: Schedule) -> list[list[Action]]:
-    """All actions of all stages; a schedule that never ends has no such list."""
+    """Returns all actions of all stages. Raises a ScheduleError for a schedule that never ends."""
     if schedule.num_steps is None:
         raise ScheduleError(f"{schedule.name} without num_steps never ends: give the number of steps")
     return [list(schedule.actions(stage)) for stage in range(schedule.num_stages)]
 
 
 def play(actions_by_stage: Sequence[Sequence[Action]], global_update: bool) -> Iterator[tuple[Action, list[Key]]]:
-    """Every action with what it requires, in an order in which they can happen; each stage keeps its own.
+    """Yields every action and the actions it requires, in an order in which they can happen. Each stage keeps its own
+    order.
 
-    Deadlock argument: a finished action stays finished, so playing what can be played never harms another
-    stage. If all stages are stuck here, no other order gets further.
+    Why this detects every deadlock: a finished action stays finished, so playing an action never blocks another stage.
+    If all stages are blocked here, no other order gets further.
     """
     num_stages = len(actions_by_stage)
     position = [0] * num_stages
@@ -108,7 +109,7 @@ def play(actions_by_stage: Sequence[Sequence[Action]], global_update: bool) -> I
 
 
 def peak_in_flight(actions: Sequence[Action]) -> int:
-    """The most microbatches that one stage holds between their forward and their backward."""
+    """Returns the largest number of microbatches that one stage holds between their forward and their backward."""
     peak = now = 0
     for action in actions:
         if action.op is Op.FORWARD:
@@ -120,9 +121,9 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
 
 
 def _check_complete(schedule: Schedule, num_steps: int, stage: int, actions: Sequence[Action]) -> None:
-    """Every forward, backward, update and evaluation exactly once, and nothing else.
+    """Checks that every forward, backward, update and evaluation occurs exactly once, and nothing else.
 
-    Counted out here, not taken from the generators, which are what is being checked.
+    The expected actions are enumerated here, not taken from the generators, because these are being checked.
     """
     m, first = schedule.num_microbatches, schedule.first_step
     evaluated = [step for step in sorted(set(schedule.evaluate_after)) if first - 1 <= step < num_steps]
@@ -143,7 +144,8 @@ def _check_complete(schedule: Schedule, num_steps: int, stage: int, actions: Seq
 
 
 def _check_messages(sender: Sequence[Action], receiver: Sequence[Action], ops: tuple[Op, ...]) -> None:
-    """Messages have no tags: the first sent is the first received, so both ends must mean the same by it."""
+    """Checks that two stages expect their messages in the same order. Messages have no tags: the first sent is the
+    first received."""
     sent = [action for action in sender if action.op in ops]
     received = [action for action in receiver if action.op in ops]
     for one, other in zip(sent, received, strict=True):
@@ -155,13 +157,13 @@ def _check_messages(sender: Sequence[Action], receiver: Sequence[Action], ops: t
 
 
 def _message(action: Action) -> tuple[bool, int, int]:
-    """What an action is to its edge, and its place among the actions of its kind."""
+    """Returns what identifies the message of an action on its edge. It also orders the actions of one kind."""
     is_evaluation = action.op is Op.EVALUATE
     return is_evaluation, action.version if is_evaluation else 0, action.microbatch
 
 
 def _check_order(actions: Sequence[Action]) -> None:
-    """Forwards, backwards, updates and evaluations, each in ascending order."""
+    """Checks that forwards, backwards, updates and evaluations are each in ascending order."""
     latest: dict[Op, Action] = {}
     for action in actions:
         before = latest.get(action.op, action)
@@ -171,7 +173,8 @@ def _check_order(actions: Sequence[Action]) -> None:
 
 
 def _check_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -> int:
-    """Every version is written once and read by those the schedule names; returns the largest drift."""
+    """Checks that every version is written once, and read by the actions that the schedule promises. Returns the
+    largest drift."""
     newest = schedule.first_step
     largest_drift = 0
     max_drift = schedule.max_drift(stage)
@@ -214,7 +217,8 @@ def _promised_version(schedule: Schedule, action: Action, newest: int) -> int:
 
 
 def _check_live_versions(schedule: Schedule, stage: int, actions: Sequence[Action]) -> int:
-    """Returns the most versions held at once: the newest, and all that are still to be read."""
+    """Checks and returns the largest number of versions held at the same time: the newest, and all that are still to be
+    read."""
     blind = (Op.UPDATE, Op.EVALUATE) if schedule.traits.steps_alone else (Op.UPDATE,)
     last_read = {action.version: index for index, action in enumerate(actions) if action.op not in blind}
     num_versions = schedule.num_versions(stage)

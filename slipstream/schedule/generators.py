@@ -1,9 +1,10 @@
-"""The schedules, each a small pure function that yields one stage's actions, for ever or for `num_steps` steps.
+"""Generates schedules. Each is a small pure function that yields the actions of one stage, forever or for `num_steps`
+steps.
 
-Microbatches and steps are counted from the start of the run, m microbatches to a step; step t's update writes version
-t + 1. `first_step` starts a schedule in the middle of a run, so that schedules can follow one another at a step
-boundary and a run can be taken up again. `oldest` is the oldest version there is to start from: `first_step` itself
-after a synchronous step, before it where the run goes on as it was.
+Microbatches and steps are counted from the start of the run, with m microbatches in a step. The update of step t writes
+version t + 1. `first_step` starts a schedule in the middle of a run, so that one schedule can follow another at a step
+boundary and a run can be resumed. `oldest` is a lower bound of the versions that are read. It is `first_step` itself
+after a synchronous step, and smaller if the same schedule was running before.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from .action import Action, Op
 def gpipe(
     stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int
 ) -> Iterator[Action]:
-    """All forwards of a batch, then all backwards, then the update (arXiv:1811.06965)."""
+    """Yields all forwards of a batch, then all backwards, then the update (arXiv:1811.06965)."""
     yield from _flushing(stage, num_microbatches, num_steps, first_step, warmup=num_microbatches)
 
 
 def one_f_one_b(
     stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int
 ) -> Iterator[Action]:
-    """One forward, one backward, flushed at the end of every batch (PipeDream-Flush, arXiv:2006.09503)."""
+    """Yields one forward and one backward in turn, and flushes at the end of every batch (PipeDream-Flush,
+    arXiv:2006.09503)."""
     yield from _flushing(stage, num_microbatches, num_steps, first_step, warmup=num_stages - 1 - stage)
 
 
@@ -41,12 +43,12 @@ def _flushing(
 def two_bw(
     stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int, oldest: int, warmup: int
 ) -> Iterator[Action]:
-    """PipeDream-2BW (arXiv:2006.09503): one forward, one backward, never flushed, every batch one version late.
+    """Yields the actions of PipeDream-2BW (arXiv:2006.09503): one forward and one backward in turn, never flushed.
 
-    Batch t runs on version t - 1 on every stage. Its gradient is complete after its last backward, and its update is
-    not needed before the first forward of batch t + 2: that slack hides whatever has to be summed over stages. So the
-    update stands at its deadline, which on a stage without warm-up forwards is the end of batch t + 1, because a stage
-    holds one finished gradient at a time.
+    Every batch is one version late: batch t runs on version t - 1 on every stage. Its gradient is complete after its
+    last backward, and its update is not needed before the first forward of batch t + 2. This slack hides everything
+    that is summed over stages. So the update is placed as late as possible. On a stage without warm-up forwards that is
+    before the last backward of batch t + 1, because a stage holds only one finished gradient at a time.
     """
     m = num_microbatches
     next_update = first_step
@@ -67,10 +69,11 @@ def two_bw(
 def pipedream(
     stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int, oldest: int
 ) -> Iterator[Action]:
-    """PipeDream (SOSP 2019): weight stashing, an update per batch, delay P - 1 - s on stage s.
+    """Yields the actions of PipeDream (SOSP 2019): weight stashing, one update per batch, and a delay of P - 1 - s on
+    stage s.
 
-    PipeDream's unit of work is the batch; here it passes through in m pieces, so a stage that is d batches late has
-    d * m forwards in flight, and d + 1 versions.
+    The unit of work of PipeDream is the batch. Here a batch passes through in m microbatches, so a stage with a delay
+    of d batches has d * m forwards in flight, and d + 1 versions.
     """
     m, delay = num_microbatches, num_stages - 1 - stage
     for op, microbatch in _alternate(first_step * m, None if num_steps is None else num_steps * m, delay * m):
@@ -83,9 +86,10 @@ def pipedream(
 def paci(
     stage: int, num_stages: int, num_microbatches: int, num_steps: int | None, first_step: int
 ) -> Iterator[Action]:
-    """PACI (arXiv:2606.07881): one forward, one backward, each stage steps after m backwards of its own, in place.
+    """Yields the actions of PACI (arXiv:2606.07881): one forward and one backward in turn. Each stage updates its
+    weights in place after m backwards of its own.
 
-    No stash: a backward reads the newest weights, which may be younger than those its forward read.
+    There is no weight stashing: a backward reads the newest weights, which may be newer than those its forward read.
     """
     m, version = num_microbatches, first_step
     warmup = num_stages - 1 - stage
@@ -101,7 +105,7 @@ def _steps(first_step: int, num_steps: int | None) -> Iterator[int]:
 
 
 def _alternate(first: int, num_microbatches: int | None, warmup: int) -> Iterator[tuple[Op, int]]:
-    """`warmup` forwards, then one forward, one backward, and at the end the backwards that are left."""
+    """Yields `warmup` forwards, then one forward and one backward in turn, and finally the remaining backwards."""
     forwards = count(first) if num_microbatches is None else iter(range(first, first + num_microbatches))
     next_backward = first
     for microbatch in forwards:

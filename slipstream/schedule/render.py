@@ -1,9 +1,9 @@
-"""Draws a timeline: as text for the terminal, as SVG and as PNG.
+"""Draws a timeline as text for the terminal, as SVG and as PNG.
 
     print(text_grid(timeline))
     Path("two_bw.svg").write_text(svg(timeline, "two_bw, 4 stages"))
 
-SVG and PNG are two ways to write down the same shapes, those of `layout`, so they cannot disagree.
+SVG and PNG are drawn from the same shapes, those of `layout`, so they always show the same picture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .action import Op
 from .schedule import ScheduleError
 from .simulate import Box, Timeline
 
-# Two shades of each, for even and odd weight versions, with the colour of the label that is legible on it.
+# Two shades for each kind of action, for even and odd weight versions, each with a label colour that is legible on it.
 COLOURS = {
     Op.FORWARD: (("#bcdcf5", "#12324d"), ("#3a84c4", "#ffffff")),
     Op.BACKWARD: (("#fbdcae", "#4a2e05"), ("#e8952c", "#2b1a00")),
@@ -26,17 +26,18 @@ COLOURS = {
 }
 UPDATE, IDLE, INK, FAINT, PAPER = "#c2185b", "#e9ecef", "#1f2328", "#6b7280", "#ffffff"
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.EVALUATE: "evaluation"}
-# Margins in pixels around the rows: the stages' names, the title, the axis and the legend.
+# Margins in pixels around the rows, for the names of the stages, the title, the axis and the legend.
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 52, 74
-# Of a digit, in font sizes: a little more than in the fonts that may be used.
+# Width of a digit relative to the font size: slightly more than in the fonts that may be used.
 DIGIT_WIDTH = 0.64
 
 
 def text_grid(timeline: Timeline, max_width: int = 120) -> str:
-    """One row per stage: `F8/1` is the forward of microbatch 8 on version 1, `*` an update, `.` idle time.
+    """Draws one row per stage: `F8/1` is the forward of microbatch 8 on version 1, `*` an update, `.` idle time.
 
-    A column is the longest time that divides all forwards and backwards or, where that makes too many columns
-    to read, the shortest of them; all times are drawn to the nearest column. Longer rows are cut with an `…`.
+    The width of a column is the longest time that divides all forwards and backwards. If that makes too many columns to
+    read, it is the shortest of them. All times are rounded to the nearest column. Rows that are too long are cut and
+    end with `…`.
     """
     column = _column(timeline)
     labels = {box: f"{box.action.op}{box.action.microbatch}/{box.action.version}" for box in timeline.boxes}
@@ -86,12 +87,12 @@ class Rect:
 class Text:
     x: float
     y: float
-    """The middle of the line."""
+    """Vertical middle of the line of text."""
     text: str
     size: float
     fill: str
     anchor: str = "middle"
-    """start, middle or end."""
+    """Horizontal anchor: start, middle or end."""
     bold: bool = False
 
 
@@ -105,7 +106,8 @@ class Drawing:
 
 
 def layout(timeline: Timeline, title: str) -> Drawing:
-    """Where everything goes: a row per stage, grey where it idles, a box per action, time to the right."""
+    """Computes the position of all shapes: one row per stage, grey where it is idle, with one box per action. Time runs
+    to the right."""
     num_stages = timeline.schedule.num_stages
     makespan = timeline.makespan
     plot_width = _plot_width(timeline)
@@ -130,7 +132,8 @@ def layout(timeline: Timeline, title: str) -> Drawing:
         for box in row:
             if box.action.op is not Op.UPDATE:
                 shapes += _box(box, x(box.start), x(box.end), y, row_height)
-    # Updates last and a little taller than the row: most of them take no time and lie between two boxes.
+    # Updates are drawn last and a little taller than the row, because most of them take no time and lie between two
+    # boxes.
     for box in timeline.boxes:
         if box.action.op is Op.UPDATE:
             length = max(3.0, x(box.end) - x(box.start))
@@ -143,7 +146,8 @@ def layout(timeline: Timeline, title: str) -> Drawing:
 
 
 def _plot_width(timeline: Timeline) -> float:
-    """Room for a label in the shortest box, but no less than the legend needs, nor more than a page shows."""
+    """Returns a width with room for a label in the shortest box, but not less than the legend needs, nor more than a
+    page shows."""
     lengths = [box.end - box.start for box in timeline.boxes if box.action.op is not Op.UPDATE]
     wanted = 24 * timeline.makespan / min(length for length in lengths if length > 0)
     return max(760.0, min(1600.0, wanted))
@@ -151,7 +155,7 @@ def _plot_width(timeline: Timeline) -> float:
 
 def _box(box: Box, left: float, right: float, y: float, height: float) -> list[Rect | Text]:
     fill, ink = COLOURS[box.action.op][box.action.version % 2]
-    # Neighbours of one shade stay apart by a hair, unless they are hardly wider themselves.
+    # A thin gap separates neighbours of the same shade, unless the boxes themselves are almost as thin.
     gap = 1.0 if right - left > 4 else 0.0
     shapes: list[Rect | Text] = [Rect(left, y, right - left - gap, height, fill, _tip(box))]
     label = str(box.action.microbatch)
@@ -177,7 +181,7 @@ def _axis(makespan: float, width: float, y: float) -> list[Rect | Text]:
 
 
 def _tick(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... that is at least `least`."""
+    """Returns the smallest of 1, 2, 5, 10, 20, ... (or of 0.1, 0.2, 0.5, ...) that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
 
@@ -199,7 +203,7 @@ def _legend(timeline: Timeline, y: float) -> list[Rect | Text]:
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """A self-contained SVG on its own white ground; a box tells its action and its time under the pointer."""
+    """Draws a self-contained SVG with a white background. A box shows its action and its time as a tooltip."""
     drawing = layout(timeline, title)
     width, height = _number(drawing.width), _number(drawing.height)
     lines = [
@@ -214,7 +218,7 @@ def svg(timeline: Timeline, title: str) -> str:
             end = f"><title>{escape(shape.tip)}</title></rect>" if shape.tip else "/>"
             lines.append(f'<rect {place} {size} fill="{shape.fill}"{end}')
         else:
-            # By the baseline: not every viewer knows how to centre a line of text.
+            # Placed by its baseline, because not every viewer can centre a line of text vertically.
             place = f'x="{_number(shape.x)}" y="{_number(shape.y + 0.36 * shape.size)}"'
             style = f'font-size="{_number(shape.size)}" fill="{shape.fill}" text-anchor="{shape.anchor}"'
             bold = ' font-weight="bold"' if shape.bold else ""
@@ -227,7 +231,7 @@ def _number(value: float) -> str:
 
 
 def png(timeline: Timeline, title: str, path: Path) -> None:
-    """The same drawing as `svg`, by matplotlib."""
+    """Writes the same drawing as `svg` as a PNG file, with matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -235,7 +239,7 @@ def png(timeline: Timeline, title: str, path: Path) -> None:
     except ImportError as error:
         raise ScheduleError(f"{path} needs matplotlib: install slipstream[plot]") from error
     drawing = layout(timeline, title)
-    # A pixel of the layout is a point here, 72 to the inch, and two dots: crisp on any screen.
+    # A pixel of the layout is one point here (72 per inch) and two dots, which is sharp on any screen.
     figure = Figure(figsize=(drawing.width / 72, drawing.height / 72), dpi=144)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))

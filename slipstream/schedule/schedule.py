@@ -1,7 +1,9 @@
-"""`Schedule`: which actions every stage plays, and what it promises about them (delay, versions, drift).
+"""Defines `Schedule`: the actions of every stage, and the properties it promises (delay, versions, drift).
 
-schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
-for action in schedule.actions(stage=0): ...          # for ever; pass num_steps for a bounded one
+    schedule = Schedule("two_bw", num_stages=4, num_microbatches=4)
+    for action in schedule.actions(stage=0): ...          # forever; pass num_steps for a bounded one
+
+check.py verifies that a schedule has these properties.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from .traits import DEPTHS, SCHEDULES, TRAITS, Place, Traits
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot exist, or that breaks a promise."""
+    """Raised for a schedule that cannot exist, or that breaks a promise."""
 
 
 @dataclass(frozen=True)
 class EvaluationSteps(Collection[int]):
-    """After every so many steps (0: never) and after the last one, in order. Of a long run there are too many to list,
-    or to look through at every step."""
+    """The steps after which a run evaluates, in order: every `every` steps (0 means none of these), and after the last
+    step.
+
+    In a long run there are too many to list them, or to search a list at every step.
+    """
 
     num_steps: int
     every: int
@@ -46,28 +51,28 @@ class EvaluationSteps(Collection[int]):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage: in which order, for which microbatch, on which version of the weights."""
+    """The actions of every stage: their order, their microbatches, and the versions of the weights they use."""
 
     name: str
     """Name of the schedule."""
     num_stages: int
     """Number of stages."""
     num_microbatches: int
-    """Microbatches in a step, on every stage."""
+    """Number of microbatches in a step, on every stage."""
     num_steps: int | None = None
-    """Number of steps. None: forever."""
+    """Number of steps. None means forever."""
     depth: str = "minimum"
-    """two_bw: "double" keeps twice as many warm-up forwards in flight, which hides the latency of links."""
+    """Depth of two_bw. "double" keeps twice as many warm-up forwards in flight, which hides the latency of links."""
     sync_start_steps: int = 0
-    """Steps that run as one_f_one_b before the schedule begins."""
+    """Number of steps that run as one_f_one_b before the schedule begins."""
     first_step: int = 0
-    """The first step to play; a resumed run has made this many updates before."""
+    """First step to play. A resumed run has made this many updates before."""
     global_update: bool = True
-    """An update waits for a sum over all stages (clipping, tied weights, inf and nan)."""
+    """Whether an update waits for a sum over all stages (clipping, tied weights, inf and nan)."""
     evaluate_after: Collection[int] = field(default=())
-    """Steps after which the evaluation set passes through."""
+    """Steps after which the evaluation set passes through the pipeline."""
     num_evaluations: int = 0
-    """Microbatches of the evaluation set."""
+    """Number of microbatches of the evaluation set."""
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
@@ -96,38 +101,45 @@ class Schedule:
 
     @property
     def min_microbatches(self) -> int:
-        """two_bw: one more than the first stage's warm-up, or the update of batch t comes too late for batch t + 2."""
+        """Returns the smallest number of microbatches in a step.
+
+        For two_bw it is one more than the warm-up of the first stage. With fewer, the update of batch t would come too
+        late for batch t + 2.
+        """
         return self.warmup(0) + 1 if self.traits.has_slack else 1
 
     def warmup(self, stage: int) -> int:
-        """two_bw: forwards in flight before the first backward."""
+        """Returns the number of forwards in flight before the first backward, for two_bw."""
         return (self.num_stages - 1 - stage) * (2 if self.depth == "double" else 1)
 
     def delay(self, stage: int) -> int:
-        """Updates between the weights a batch runs on and the weights its gradient is applied to."""
+        """Returns the number of updates between the weights a batch runs on and the weights its gradient is applied
+        to."""
         return self.traits.delay(self.num_stages, stage)
 
     def num_versions(self, stage: int) -> int:
-        """Weight versions that the stage keeps."""
+        """Returns the number of weight versions that the stage keeps."""
         return self.delay(stage) + 1
 
     @property
     def max_in_flight(self) -> int:
-        """Forwards without their backward, on the stage that has the most: the first."""
+        """Returns an upper bound on the number of microbatches in flight on the first stage, which has the most."""
         ahead = self.traits.ahead(self.num_stages, self.num_microbatches, self.warmup(0))
         return max(ahead, self.num_stages - 1) + 1
 
     def max_drift(self, stage: int) -> int:
-        """PACI: the largest number of updates between the forward and the backward of a microbatch; 0 elsewhere."""
+        """Returns the largest number of updates between the forward and the backward of a microbatch. It is 0 for all
+        schedules except PACI."""
         return -(-(self.num_stages - 1 - stage) // self.num_microbatches) if self.traits.drifts else 0
 
     def horizon(self, stage: int, step: int) -> int:
-        """How many updates later the version that this step writes will be used: 0 while synchronous."""
+        """Returns the number of updates after which the version that this step writes will be used. It is 0 in the
+        synchronous start."""
         return 0 if step < self.sync_start_steps else self.delay(stage)
 
     def actions(self, stage: int) -> Iterator[Action]:
         num_sync = self.sync_start_steps if self.num_steps is None else min(self.sync_start_steps, self.num_steps)
-        first, turn = self.first_step, max(self.first_step, num_sync)  # the schedule itself begins at the turn
+        first, turn = self.first_step, max(self.first_step, num_sync)  # the schedule itself begins at `turn`
         num_steps = None if self.num_steps is None else self.num_steps - turn
         shape = stage, self.num_stages, self.num_microbatches
         start = TRAITS["one_f_one_b"].generate(Place(*shape, 0, first, turn - first, 0))
@@ -136,14 +148,15 @@ class Schedule:
         return self._with_evaluations(actions, stage) if self.num_evaluations and self.evaluate_after else actions
 
     def _with_evaluations(self, actions: Iterator[Action], stage: int) -> Iterator[Action]:
-        """Lets the evaluation set pass through between two microbatches, without a drain.
+        """Inserts the evaluation set between two microbatches, without draining the pipeline.
 
-        After step t, every stage holds the weights of t + 1 updates when the first microbatch of the first batch that
-        knows them comes by: that is where the set goes in, at the same place among the forwards of every stage. Near
-        the end no such batch comes; there it goes in before the next update. pipedream and paci have no moment at which
-        all stages hold the same number of updates: they evaluate what each stage has when the next batch comes by.
+        The evaluation after step t uses the weights of t + 1 updates. Every stage has these weights when the first
+        microbatch of the first batch that runs with them arrives. The set is inserted there, at the same place among
+        the forwards of every stage. Near the end no such batch follows, so the set is inserted before the next update.
+        In pipedream and paci the stages never have the same number of updates at the same time. There each stage
+        evaluates with the weights it has when the next batch arrives.
         """
-        # After the update that a run is taken up from, its evaluation is still to come.
+        # A resumed run still has to make the evaluation after the update it resumes from.
         is_sorted = isinstance(self.evaluate_after, EvaluationSteps)
         steps = self.evaluate_after if is_sorted else sorted(set(self.evaluate_after))
         coming = (step for step in steps if step >= self.first_step - 1)
@@ -168,5 +181,5 @@ class Schedule:
             yield from evaluate(partial(gt, self.num_steps))
 
     def _is_known(self, stage: int, step: int, consistent: bool, evaluated: int) -> bool:
-        """Whether the batch of `step` runs with weights that have seen the update of `evaluated`."""
+        """Returns whether the batch of `step` runs with weights that contain the update of step `evaluated`."""
         return evaluated + 1 + (self.horizon(stage, evaluated) if consistent else 0) <= step

@@ -1,8 +1,8 @@
-"""Plays a schedule against the clock: costs in; timeline, bubble and microbatches in flight out.
+"""Simulates a schedule with given costs. The result is a timeline with its bubble and its microbatches in flight.
 
     timeline = simulate(Schedule("two_bw", num_stages=4, num_microbatches=4, num_steps=3), Costs(latency=0.1))
 
-A Timeline is a schedule and its boxes, and does not ask whether they were simulated or measured.
+A Timeline is a schedule and its boxes. The boxes may be simulated or measured.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .schedule import Schedule, ScheduleError
 
 @dataclass(frozen=True)
 class Costs:
-    """How long one action takes, in any unit of time: a number for all stages, or one for each."""
+    """The duration of each kind of action, in any unit of time: one number for all stages, or one for each stage."""
 
     forward: float | Sequence[float] = 1.0
     backward: float | Sequence[float] = 2.0
     update: float | Sequence[float] = 0.0
     evaluate: float | Sequence[float] | None = None
-    """None: as long as a forward."""
+    """Duration of an evaluation. None means the same as a forward."""
     latency: float = 0.0
-    """From the end of an action on one stage until another stage can use its result."""
+    """Time from the end of an action on one stage until another stage can use its result."""
 
     def by_stage(self, num_stages: int) -> list[dict[Op, float]]:
-        """The cost of every kind of action, for each stage."""
+        """Returns the cost of every kind of action, for each stage."""
         evaluate = self.forward if self.evaluate is None else self.evaluate
         rows = {
             Op.FORWARD: _by_stage("a forward", self.forward, num_stages),
@@ -54,7 +54,7 @@ def _by_stage(name: str, cost: float | Sequence[float], num_stages: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An action and when it ran."""
+    """An action, and the time when it started and ended."""
 
     action: Action
     start: float
@@ -63,18 +63,19 @@ class Box:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a bounded schedule ran.
+    """The start and end times of all actions of a bounded schedule.
 
-    The steady figures leave out filling and draining, which happen once per run, and keep every bubble that
-    returns with each step. They cover whole steps: on each stage, from the start of one step's first forward
-    to the start of the last step's. That one step is the first to enter the first stage after a backward, so
-    that the pipeline is full (a synchronous start does not count); in a longer run it is the one halfway from
-    there to the last, so that stages of unequal cost have settled.
+    The steady figures exclude filling and draining, which happen once per run. They include every bubble that returns
+    with each step. They cover whole steps: on each stage, from the start of the first forward of a first step to the
+    start of the first forward of the last step. In a short run, the first step is the first one that enters the first
+    stage after a backward, when the pipeline is full (backwards of the synchronous start do not count). In a longer run
+    it is the step halfway between that one and the last, so that stages of unequal cost have settled.
     """
 
     schedule: Schedule
     boxes: tuple[Box, ...]
-    """By start, the run beginning at 0; on each stage in the order played."""
+    """Boxes sorted by start time. The run begins at time 0. The boxes of a stage are in the order in which they are
+    played."""
 
     @cached_property
     def boxes_by_stage(self) -> tuple[tuple[Box, ...], ...]:
@@ -89,28 +90,28 @@ class Timeline:
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """Share of the whole run that each stage works, filling and draining included."""
+        """Returns the share of the whole run, including filling and draining, in which each stage works."""
         return tuple(_busy(row) / self.makespan for row in self.boxes_by_stage)
 
     @cached_property
     def steady_utilisation(self) -> tuple[float, ...]:
-        """Share of the steady state that each stage works."""
+        """Returns the share of the steady state in which each stage works."""
         return tuple(_busy(row[:-1]) / (row[-1].start - row[0].start) for row in self._steady_boxes)
 
     @cached_property
     def bubble(self) -> float:
-        """Share of the steady state that the stages idle, on average."""
+        """Returns the share of the steady state in which the stages are idle, on average."""
         return 1 - fmean(self.steady_utilisation)
 
     @cached_property
     def step_time(self) -> float:
-        """Time from one step to the next in the steady state."""
+        """Returns the time from one step to the next in the steady state."""
         first, last = self._steady_steps
         return fmean(row[-1].start - row[0].start for row in self._steady_boxes) / (last - first)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Most microbatches that each stage holds between their forward and their backward."""
+        """Returns the largest number of microbatches that each stage holds between their forward and their backward."""
         return tuple(peak_in_flight([box.action for box in row]) for row in self.boxes_by_stage)
 
     @cached_property
@@ -124,7 +125,7 @@ class Timeline:
 
     @cached_property
     def _steady_boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """For each stage its boxes in the steady state, and the one that ends it."""
+        """Returns for each stage its boxes in the steady state, and the box that ends it."""
         first, last = (step * self.schedule.num_microbatches for step in self._steady_steps)
         rows = []
         for row in self.boxes_by_stage:
@@ -138,7 +139,7 @@ def _busy(boxes: Sequence[Box]) -> float:
 
 
 def min_steady_steps(schedule: Schedule) -> int:
-    """The fewest steps that show a steady state: enough to fill the first stage, and two more."""
+    """Returns the smallest number of steps that show a steady state: enough to fill the first stage, and two more."""
     m = schedule.num_microbatches
     endless = replace(schedule, num_steps=None).actions(stage=0)
     own = (action for action in endless if action.microbatch >= schedule.sync_start_steps * m)
@@ -148,7 +149,8 @@ def min_steady_steps(schedule: Schedule) -> int:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Each stage plays in order; an action begins when its stage is free and what it requires has arrived."""
+    """Simulates a schedule. Each stage plays its actions in order. An action begins when its stage is free and the
+    results it requires have arrived."""
     if costs.latency < 0:
         raise ScheduleError(f"the latency is {costs.latency}: use 0 or more")
     cost = costs.by_stage(schedule.num_stages)
@@ -162,5 +164,5 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         end = start + cost[stage][action.op]
         free[stage] = ends[action.key] = end
         boxes.append(Box(action, start, end))
-    # The sort is stable, so an update that takes no time stays in front of what follows it on its stage.
+    # The sort is stable, so an update that takes no time stays before the action that follows it on its stage.
     return Timeline(schedule, tuple(sorted(boxes, key=lambda box: (box.start, box.action.stage))))

@@ -1,7 +1,6 @@
-"""`TRAITS`: what every schedule promises and needs. Everyone who has to know reads it here; no part of the
-engine compares names.
+"""Defines `TRAITS`: the properties of every schedule. All other code reads them here and never compares names.
 
-A new schedule is a generator (generators.py), an entry here, and the text of its first steps in its test.
+A new schedule needs a generator (generators.py), an entry here, and the text of its first steps in its test.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from .action import Action
 
 @dataclass(frozen=True)
 class Place:
-    """Whose actions are asked for, and what of the schedule decides them."""
+    """A stage, and the properties of the schedule that decide the actions of this stage."""
 
     stage: int
     num_stages: int
     num_microbatches: int
     warmup: int
-    """two_bw: forwards in flight ahead of the first backward, by its depth."""
+    """For two_bw: number of forwards in flight before the first backward. It depends on the depth."""
     first_step: int
     num_steps: int | None
-    """None: for ever."""
+    """Number of steps from `first_step` on. None means forever."""
     oldest: int
-    """The first weight version that the schedule itself writes; those before belong to a synchronous start."""
+    """Oldest weight version that the schedule reads: the version that a synchronous start leaves, or version 0."""
 
     @property
     def usual(self) -> tuple[int, int, int, int | None, int]:
-        """What every generator wants."""
+        """Returns the arguments that every generator takes."""
         return self.stage, self.num_stages, self.num_microbatches, self.num_steps, self.first_step
 
 
@@ -38,22 +37,25 @@ class Place:
 class Traits:
     generate: Callable[[Place], Iterator[Action]]
     flushes: bool = False
-    """The pipeline is empty when a step's update is made."""
+    """Whether the pipeline is empty when the update of a step is made."""
     steps_alone: bool = False
-    """Every stage steps when its own gradient is complete, so the stages never hold the same number of updates at once.
-    An update then needs no sum over stages, unless something else asks for one; weights cannot be tied across stages,
-    and the layout cannot change during a run."""
+    """Whether every stage makes its update as soon as its own gradient is complete. The stages then never have the same
+    number of updates at the same time. An update needs no sum over stages, unless something else requires one. Weights
+    cannot be tied across stages, and the layout cannot change during a run."""
     has_slack: bool = False
-    """An update has a whole batch's time to be made in the background. That takes more microbatches than are in
-    flight."""
+    """Whether there is the time of a whole batch to make an update in the background. This needs more microbatches than
+    are in flight."""
     drifts: bool = False
-    """The only weight version is overwritten while microbatches are in flight: a backward may read newer weights than
-    its forward did. Rules out error feedback, recomputation, torch.compile and resuming."""
+    """Whether there is only one weight version, which is overwritten while microbatches are in flight. A backward may
+    then read newer weights than its forward did. This excludes error feedback, recomputation, torch.compile and
+    resuming."""
     depths: tuple[str, ...] = ("minimum",)
     delay: Callable[[int, int], int] = lambda num_stages, stage: 0
-    """How many updates the weights a batch runs on lie behind those its gradient is applied to."""
+    """Function (num_stages, stage) -> number of updates between the weights that a batch runs on and the weights that
+    its gradient is applied to."""
     ahead: Callable[[int, int, int], int] = lambda num_stages, num_microbatches, warmup: 0
-    """Forwards of the first stage ahead of its first backward, where that is more than the other stages need."""
+    """Function (num_stages, num_microbatches, warmup) -> largest number of microbatches in flight on the first stage,
+    minus 1. It is ignored if it is less than num_stages - 1."""
 
 
 TRAITS = {
@@ -83,6 +85,9 @@ DEPTHS = tuple(dict.fromkeys(depth for traits in TRAITS.values() for depth in tr
 
 
 def waits_for_sum(name: str, clips: bool = False, skips_non_finite: bool = False) -> bool:
-    """Whether an update waits for a sum over all stages. Stages that step alone do so only for a norm to clip by, or a
-    verdict on inf and nan; two_bw has slack for it, and a flushing schedule waits anyway."""
+    """Returns whether an update waits for a sum over all stages.
+
+    Stages that update independently need the sum only for a norm to clip by, or for the check for inf and nan. All
+    other schedules always wait: two_bw has slack for the sum, and a flushing schedule waits for all stages anyway.
+    """
     return not TRAITS[name].steps_alone or clips or skips_non_finite

@@ -1,1 +1,1 @@
-"""`slipstream train`: builds, checks, runs, saves, resumes and reshapes a run."""
+"""Implements `slipstream train`: builds, checks, runs, saves, resumes and reshapes a run."""

@@ -1,4 +1,4 @@
-"""Builds what a configuration describes (model, data, optimizers, cuts) before any weight or process exists.
+"""Builds the model, data, optimizers and stage boundaries of a configuration, before any weight or process exists.
 
 Every mistake in a configuration is reported here, as one sentence.
 """
@@ -32,34 +32,39 @@ from .preflight import check_cuda, check_memory, check_model, check_num_processe
 
 @dataclass(frozen=True)
 class Components:
-    """What a configuration comes to."""
+    """The objects that are built from a configuration."""
 
     model: ModelSpec
     batches: Batches
     validation: ValidationBatches | None
     groups: list[Group]
     learning_rate: Callable[[int], float]
-    """By update: what every group's peak rate is multiplied by."""
+    """Function from the number of an update to the factor that multiplies the peak learning rate of every group."""
     peak_rates: dict[str, float]
-    """By group."""
+    """Peak learning rate by group name."""
     layers_per_stage: list[int]
     tokenizer: str = "unknown"
-    """What made the tokens, and its file, as `Corpus` has them."""
+    """Name of the tokenizer that made the tokens, as in `Corpus`. `tokenizer_json` is the content of its file, if
+    known."""
     tokenizer_json: bytes | None = None
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Of all groups, whichever stage they are on."""
+        """Returns the learning rate of every group at a step, including groups that have no parameters on this
+        stage."""
         return {name: peak * self.learning_rate(step) for name, peak in self.peak_rates.items()}
 
 
 @cache
 def _corpus(config: DataConfig) -> Corpus:
-    """Read once by whoever starts the stages, and inherited by those that are forked."""
+    """Reads the corpus once, in the process that launches the stages. Forked stages inherit the result."""
     return corpus_of(config)
 
 
 def build_components(config: Config) -> Components:
-    """Builds everything but weights and processes, or says in one sentence why it cannot be done."""
+    """Builds everything except weights and processes.
+
+    Raises a ConfigError with one sentence if the configuration cannot be used.
+    """
     validate(config)
     config = settled(config)
     validate_layouts(config)
@@ -95,7 +100,10 @@ def build_components(config: Config) -> Components:
 
 
 def in_layout_of(config: Config, components: Components) -> Components:
-    """The components of a run that differs from theirs in its layout alone, and has been checked."""
+    """Returns the components for a configuration that differs from that of `components` only in its layout.
+
+    The configuration must have been checked already.
+    """
     batches, validation = _batches(config, components.model, _corpus(config.data))
     sizes = _layers_per_stage(config, components.model)
     return replace(components, batches=batches, validation=validation, layers_per_stage=sizes)
@@ -118,14 +126,21 @@ def _layers_per_stage(config: Config, model: ModelSpec) -> list[int]:
 
 
 def _estimated_costs(config: Config, model: ModelSpec) -> list[float]:
-    """In forwards' FLOPs: a backward is two more, so a block that is recomputed takes four thirds of what others do."""
+    """Returns the estimated cost of every layer, in FLOPs of its forward.
+
+    A backward costs twice a forward. A recomputed layer makes its forward twice, so it costs four thirds of a layer
+    that is not recomputed.
+    """
     recomputed = recomputed_layers(config, model)
     forward = zip(model.layer_names, model.layer_flops(), strict=True)
     return [cost * 4 / 3 if name in recomputed else cost for name, cost in forward]
 
 
 def _measured_costs(config: Config, model: ModelSpec) -> list[float]:
-    """Of a forward and a backward through each layer; empty without a profile."""
+    """Returns the measured seconds of a forward and a backward through each layer.
+
+    The list is empty if there is no profile.
+    """
     if not config.pipeline.profile:
         return []
     path, recomputed = Path(config.pipeline.profile), recomputed_layers(config, model)
@@ -137,7 +152,10 @@ def _measured_costs(config: Config, model: ModelSpec) -> list[float]:
 
 
 def _has_tied(config: Config, model: ModelSpec) -> bool:
-    """Whether a weight is held by two stages."""
+    """Returns whether a weight is held by two stages.
+
+    Raises a ConfigError if the schedule does not allow this.
+    """
     name = config.pipeline.schedule
     has_tied = model.tied_embeddings and config.pipeline.stages > 1
     if has_tied and TRAITS[name].steps_alone:

@@ -1,7 +1,7 @@
-"""Decides when a run saves itself, and what each stage saves.
+"""Decides when a run saves a checkpoint, and what each stage saves.
 
-A stage is saved after its own update c, while other stages may be before or past theirs: the pipeline is not drained.
-A checkpoint is complete when all parts of c have been written.
+A stage is saved after its own update c. Other stages may not have reached update c yet, or may be past it: the pipeline
+is not drained. A checkpoint is complete when the parts of all stages for update c have been written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from ..transport.base import Transport
 from ..transport.launch import INTERRUPTED, is_ignored
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""To save and leave with success; to save and go on; to save and leave, as an interrupt. A second interrupt ends a run
-at once."""
+"""Signals that a run handles. SIGTERM: save and exit with success. SIGUSR1: save and continue. SIGINT: save and exit as
+interrupted. A second SIGINT ends the run at once."""
 
 
 class SignalRequests:
-    """What this process would like all of them to do: what it was told by a signal, and what its clock says."""
+    """Collects the requests of this process to all processes: to save or to stop, after a signal or when a checkpoint
+    is due."""
 
     def __init__(self, every_minutes: float) -> None:
         self._seconds = 60 * every_minutes
@@ -43,12 +44,15 @@ class SignalRequests:
             self._before = {n: signal.signal(n, self._hear) for n in SIGNALS if not is_ignored(n)}
 
     def close(self) -> None:
-        """Signals mean what they meant before."""
+        """Restores the signal handlers that were installed before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """A run that stops saves itself at its end, and needs no checkpoint before."""
+        """Handles a signal.
+
+        A request to stop needs no request to save, because a run that stops saves a checkpoint at its end.
+        """
         self._save = self._save or number == signal.SIGUSR1
         self._stop = self._stop or number != signal.SIGUSR1
         if number == signal.SIGINT:
@@ -71,7 +75,10 @@ def checkpoint_store(config: Config, folder: Path, attempt: str | None = None) -
 
 
 def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
-    """What decides which text a step reads: as long as it stays, a run can go on in another shape."""
+    """Returns the settings that decide which text a step reads.
+
+    A run can resume in another layout as long as these stay the same.
+    """
     microbatches = config.pipeline.microbatches * config.pipeline.replicas
     return {
         "sequences_per_step": microbatches * config.train.microbatch_size,
@@ -81,7 +88,7 @@ def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
 
 
 class Saver:
-    """Of one process."""
+    """Saves the part of every checkpoint that one process writes."""
 
     def __init__(
         self,
@@ -93,7 +100,8 @@ class Saver:
         say: Callable[[str], None],
         corpus: Mapping[str, Any] | None = None,
     ) -> None:
-        """corpus: by which the training data are known again; None: they are not."""
+        """corpus: facts that identify the training data (see `corpus_facts`). None means that the checkpoint stores
+        none."""
         is_sharded = config.optimizer.sharded and transport.num_replicas > 1
         self._pipeline: Pipeline | None = pipeline
         self._every = config.checkpoint.every_steps
@@ -106,15 +114,20 @@ class Saver:
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None
         self._copies: Mapping[str, Tensor] = {}
-        """Of the state, from one checkpoint to the next: the writer's while it is busy."""
+        """Copies of the state, whose memory is reused from one checkpoint to the next. The writer uses them while it is
+        busy."""
         self._is_owed = False
         schedule = pipeline.schedule
         self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
-        """At most so many steps lie between what processes ask for that were sent a signal at the same moment."""
+        """Upper bound on the number of steps between the requests of processes that received a signal at the same
+        moment. Requests that are not further apart count as one."""
         self._asked_after: int | None = None
 
     def after(self, report: StepReport) -> None:
-        """Call it with every report, before the next one is asked for."""
+        """Saves a checkpoint if one is due after this update.
+
+        Call this with every report, before the next report is requested from the pipeline.
+        """
         done = report.step + 1
         is_asked = report.save and (self._asked_after is None or done - self._asked_after > self._steps_apart)
         self._asked_after = done if is_asked else self._asked_after
@@ -123,8 +136,9 @@ class Saver:
             self._is_owed = False
             self._save(done)
         elif is_due:
-            # All leave it out: a step that some save and others do not is no checkpoint, and were they busy in turns,
-            # there would never be one. What somebody asked for is made up for.
+            # All processes skip this checkpoint: a step that only some processes save is no checkpoint. If each process
+            # skipped it on its own, and they were busy at different times, no checkpoint would ever be complete. A
+            # checkpoint that was requested is saved later.
             self._is_owed = self._is_owed or is_asked
             if self._is_writing:
                 self._writer.leave_out(done)
@@ -134,7 +148,10 @@ class Saver:
         return self._writer.is_busy
 
     def finish(self, was_stopped: bool) -> None:
-        """At the end of a run: what is still to be saved. The others may not be done with theirs."""
+        """Saves the last checkpoint of a run, if it is wanted and not yet saved, and waits until it is written.
+
+        Other processes may still be writing their parts.
+        """
         assert self._pipeline is not None, "this saver has retired"
         done = self._pipeline.num_updates
         self._writer.wait()
@@ -143,11 +160,11 @@ class Saver:
         self.close()
 
     def retire(self) -> None:
-        """Holds nothing of the pipeline any more; what is being written is written."""
+        """Releases the pipeline and all copies of its state. A write in progress continues."""
         self._pipeline, self._copies = None, {}
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits until the write in progress is complete, and closes the writer."""
         self._writer.close()
 
     def _save(self, step: int) -> None:

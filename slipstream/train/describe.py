@@ -1,4 +1,4 @@
-"""What a run prints before it starts."""
+"""Composes the text that a run prints before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .build import Components
 
 
 def describe(config: Config, components: Components, folder: Path) -> str:
-    """The model, the method and the data, in three lines."""
+    """Returns three lines about the model, the method and the data."""
     replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
     return (
         f"{components.model.num_parameters():,} parameters on {config.pipeline.stages} stages of "
@@ -25,13 +25,16 @@ def describe(config: Config, components: Components, folder: Path) -> str:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Settings that have no effect; before `settled`, which fills in what was left out."""
+    """Yields a line for every setting that has no effect.
+
+    Call this before `settled`, which fills in the fields that were left out.
+    """
     yield from _unused_rate(config)
     yield from _unused_gpus(config)
 
 
 def _method(config: Config) -> str:
-    """Schedule, optimizer and precision, in words."""
+    """Describes the schedule, the optimizer and the precision."""
     schedule, optimizer, train = schedule_of(config), config.optimizer, config.train
     delays = [schedule.delay(stage) for stage in range(schedule.num_stages)]
     late = "on weights that change meanwhile" if schedule.traits.drifts else lateness(min(delays), max(delays))
@@ -43,7 +46,10 @@ def _method(config: Config) -> str:
 
 
 def _reading(config: Config, components: Components) -> str:
-    """How much text, and how often: a run that goes round a small corpus many times learns it by heart."""
+    """Describes how much text the run reads, and how many times.
+
+    A run that reads a small corpus many times memorises it.
+    """
     per_step, corpus = components.batches.num_tokens(0), len(components.batches.tokens)
     times = per_step * config.train.steps / corpus
     read = f"{times:.1%} of the {corpus:,} tokens" if times < 1 else f"the {corpus:,} tokens {times:,.1f} times"

@@ -1,6 +1,7 @@
-"""A profile: the measured cost of every layer, in a file that `slipstream profile` writes.
+"""Reads and writes profiles: the measured cost of every layer, in a file that `slipstream profile` writes.
 
-`slipstream train` balances its stages by it (pipeline.profile), and `slipstream plan` predicts step times from it.
+`slipstream train` uses a profile to balance its stages (pipeline.profile). `slipstream plan` uses it to predict step
+times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds for one microbatch through one layer, and for its update."""
+    """The time in seconds that one microbatch takes in one layer, and that the update of the layer takes."""
 
     name: str
     forward: float
@@ -32,7 +33,10 @@ class LayerCost:
 
 
 def layer_kinds(model: ModelSpec) -> list[str]:
-    """Of every layer. A block is a dense_block only in a model whose other blocks have experts."""
+    """Returns the kind of every layer.
+
+    A block is a "dense_block" only in a model whose other blocks have experts.
+    """
     num_dense = model.num_dense_layers if model.num_sparse_layers else 0
     blocks = ["dense_block"] * num_dense + ["block"] * (model.num_layers - num_dense)
     return ["embedding", *blocks, "head"]
@@ -40,18 +44,18 @@ def layer_kinds(model: ModelSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of layer."""
+    """The measurements of one kind of layer."""
 
     kind: str
     num_layers: int
     parameters: int
     forward: float
-    """Seconds, as all below, of one microbatch."""
+    """Seconds for one microbatch. The next three fields are in seconds too; `update` is the time of one update."""
     backward_input: float
     backward_weight: float
     update: float
     activations: int
-    """Bytes kept from forward to backward."""
+    """Number of bytes kept from forward to backward."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,21 @@ class Profile:
     dtype: str
     microbatch_size: int
     model: dict[str, float]
-    """The model's fields."""
+    """Fields of the model that was measured, as `ModelSpec.facts` returns them."""
     message: int
-    """Bytes of the activations between two stages."""
+    """Number of bytes of the activations that one stage sends to the next, for one microbatch."""
     rows: tuple[Row, ...]
     loss_chunk_tokens: int = 0
     compute_dtype: str | None = None
-    """Of what was timed; None: dtype, which is that of the masters."""
+    """Dtype of the measured computation. None means the same as `dtype`, which is the dtype of the master weights."""
     compile: bool = False
 
     def layer_costs(self, model: ModelSpec, path: Path) -> tuple[LayerCost, ...]:
-        """The cost of each layer of a model with the same kinds of layers; their number may differ."""
+        """Returns the cost of each layer of a model.
+
+        The model must have the same fields as the measured one, but may have another number of layers. path: file of
+        this profile, for error messages.
+        """
         for name, value in model.facts().items():
             if name != "num_layers" and self.model.get(name) != value:
                 raise UsageError(
@@ -117,7 +125,8 @@ def read_profile(path: Path) -> Profile:
 
 
 def _check_row(row: Row) -> None:
-    """Refuses numbers that planning cannot add up or divide by."""
+    """Raises a ValueError for a number that is negative, infinite or nan: planning adds such numbers up or divides by
+    them."""
     for name, value in asdict(row).items():
         if name != "kind" and not 0 <= value < math.inf:
             raise ValueError(f"{name} of {row.kind} is {value}")

@@ -1,4 +1,4 @@
-"""Refuses what this machine cannot run, before any process starts."""
+"""Rejects configurations that this machine cannot run, before any process starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..optim.groups import assign
 from ..transport.environment import under_torchrun
 
 MAX_STAGES_PER_CORE = 32
-"""As a process, each has torch loaded, and a few hundred megabytes."""
+"""Largest number of stages per CPU core. Each stage is a process that has loaded torch, which takes a few hundred
+megabytes."""
 
 
 def check_torchrun(config: Config) -> None:
@@ -47,7 +48,8 @@ def check_torchrun(config: Config) -> None:
 
 
 def check_num_processes(config: Config, model: ModelSpec) -> None:
-    """Every layout has a layer to a stage, and a microbatch to a replica."""
+    """Rejects more processes than any layout could use: a stage needs at least one layer, and a replica at least one
+    microbatch."""
     section = config.pipeline
     most = (model.num_layers + 2) * section.microbatches * section.replicas
     if num_processes(config) > most:
@@ -89,8 +91,11 @@ def check_model(config: Config, model: ModelSpec) -> None:
 
 
 def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> None:
-    """Makes every optimizer once, for toy parameters of as many dimensions as it will be given, and lets it step: what
-    does not suit it is the user's to hear of before the run."""
+    """Constructs every optimizer once with toy parameters and makes one step, so that errors are reported before the
+    run starts.
+
+    The toy parameters have the numbers of dimensions that the parameters of the model have.
+    """
     with torch.device("meta"):
         named_parameters = list(model.layers().named_parameters())
     for group, members in assign(named_parameters, groups):
@@ -109,8 +114,11 @@ def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> N
 
 
 def check_memory(config: Config, model: ModelSpec) -> None:
-    """Against the least that could do, on CPUs: weights and gradients, and one microbatch with what every block keeps
-    of it. What takes less may still be too much, and `slipstream plan` tells more; this is for what is beyond hope."""
+    """Rejects a model or a microbatch that cannot fit into the memory of this machine. Only runs on CPUs are checked.
+
+    The check uses a lower bound: the weights and their gradients, or one microbatch with its activations between all
+    blocks. A run that passes may still need too much memory; `slipstream plan` gives a better estimate.
+    """
     if config.train.device != "cpu" or not (limit := _memory_of_this_machine()):
         return
     precision = precision_of(config)
@@ -118,7 +126,7 @@ def check_memory(config: Config, model: ModelSpec) -> None:
     tokens = config.train.microbatch_size * model.sequence_length
     weights = 2 * itemsize * model.num_parameters() * config.pipeline.replicas
     microbatch = tokens * (16 + compute * model.dim * model.num_layers)
-    if under_torchrun():  # this machine may have one stage among others
+    if under_torchrun():  # this machine may hold only one of the stages
         weights, microbatch = weights // (config.pipeline.stages * config.pipeline.replicas), tokens * 16
     for needed, what, remedy in (
         (weights, f"a model of {model.num_parameters():,} parameters", "lower model.dim, model.num_layers or others"),
@@ -131,7 +139,7 @@ def check_memory(config: Config, model: ModelSpec) -> None:
 
 
 def _memory_of_this_machine() -> float:
-    """Bytes that a process may have; 0 where the system does not say."""
+    """Returns the number of bytes that a process may use, or 0 if the system does not report it."""
     try:
         physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):
@@ -141,7 +149,8 @@ def _memory_of_this_machine() -> float:
 
 
 def check_machine(config: Config) -> None:
-    """Refuses more processes than this machine can hold: a slip in a number must not take it down."""
+    """Rejects more processes (or threads) than this machine can hold, so that a mistyped number does not make it
+    unusable."""
     most, is_threaded = MAX_STAGES_PER_CORE * (os.cpu_count() or 1), config.pipeline.transport == "thread"
     if (is_threaded or not under_torchrun()) and (count := num_processes(config)) > most:
         raise ConfigError(

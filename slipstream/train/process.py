@@ -1,4 +1,4 @@
-"""One process of a run: makes its stage, trains it, saves it, and reports."""
+"""Runs one process of a run: builds its stage, trains it, saves it, and reports."""
 
 from __future__ import annotations
 
@@ -41,22 +41,28 @@ from .run_folder import run_folder
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What all processes of a launch must see alike."""
+    """Facts that all processes of a launch must agree on."""
 
     attempt: str | None = None
-    """See `Store`."""
+    """Identifier of this launch. See `Store`."""
     resumed_at: int | None = None
-    """The step of the checkpoint that the run goes on from."""
+    """Step of the checkpoint from which the run resumes. None means that the run starts from the beginning."""
     is_over: bool = False
-    """There is nothing left to do."""
+    """Whether the run is already finished, so that nothing is left to do."""
 
     def as_first(self, world: World) -> LaunchFacts:
-        """The first process's. torchrun's environment would not do: its nodes count their restarts each for itself."""
+        """Returns the facts of the first process.
+
+        The environment of torchrun cannot be used for this, because every node counts its restarts separately.
+        """
         return LaunchFacts(**json.loads(world.as_first("facts", json.dumps(asdict(self)))))
 
 
 def train_process(world: World, config: Config, facts: LaunchFacts, signals: SignalRequests | None = None) -> None:
-    """One process (or thread) of a run, through all layouts that the run has. signals: None, of this process's own."""
+    """Trains in one process (or thread) of a run, through all layouts of the run.
+
+    signals: requests shared by all threads. None means that this process handles signals itself.
+    """
     facts = facts.as_first(world)
     if facts.is_over:
         return
@@ -76,26 +82,26 @@ def train_process(world: World, config: Config, facts: LaunchFacts, signals: Sig
         pipeline = None if phase.transport is None else run.make_pipeline(phase)
         run.reshapes += reshaping.settle(phase)
         phase.end = None if pipeline is None else train_stage(run, phase, pipeline)
-        del pipeline  # its memory goes with its state, once that has moved on
+        del pipeline  # frees its memory as soon as its state has been moved
     run.finish_writing()
 
 
 @dataclass
 class Run:
-    """What stays of a run, in one of its processes, when its layout changes."""
+    """The state of a run, in one of its processes, that remains when the layout changes."""
 
     config: Config
     store: Store
     signals: SignalRequests
     commands: Commands | None
-    """Of the first process."""
+    """Requests for another layout. None in all processes except the first."""
     sync_start_steps: int
     first_step: int
-    """Where it was taken up."""
+    """Step at which the run started or resumed."""
     started: float = field(default_factory=time.perf_counter)
     reshapes: list[dict[str, Any]] = field(default_factory=list)
     savers: list[Saver] = field(default_factory=list)
-    """Of all layouts: one may still be writing when the next is taken on."""
+    """Savers of all layouts so far. The saver of a layout may still be writing when the next layout starts."""
 
     def requests(self) -> Requests:
         return self.signals()._replace(
@@ -120,11 +126,14 @@ class Run:
 
 
 def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None:
-    """One stage, for as long as the run has this layout. Returns the state to go on from, or None when it is over."""
+    """Trains one stage as long as the run has this layout.
+
+    Returns the state from which the next layout continues, or None if the run is over.
+    """
     transport, components, config = pipeline.transport, phase.components, phase.layout.applied(run.config)
     device = torch.device(config.train.device)
     pipeline.clock.watcher = status_file(transport.stage, transport.replica)
-    is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # which speaks for all
+    is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # the stage that reports for all
     tokens_per_step = components.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
     metrics = None
@@ -146,7 +155,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             if isinstance(report, StepReport):
                 delays.append(report.delay)
                 losses.append(report.loss)
-                if metrics:  # before the step is saved: a run that goes on from there does not say it again
+                if metrics:  # before the step is saved: a run that resumes after this step does not report it again
                     metrics.step(report, components.learning_rates(report.step))
                 saver.after(report)
             else:
@@ -165,7 +174,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     saver.finish(pipeline.was_stopped)
     stages = gather_stages(transport, pipeline, delays, config)
     if metrics:
-        if run.reshapes:  # the metrics are of the last layout
+        if run.reshapes:  # the metrics cover the last layout only
             seconds = time.perf_counter() - run.started
         before = [row.get("seconds") for row in metrics.earlier if row["step"] <= run.first_step]
         earlier = sum(each for each in before if isinstance(each, (int, float)))
@@ -185,8 +194,12 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
 def _say_where_it_stopped(
     transport: Transport, store: Store, step: int, device: torch.device, say: Callable[[str], None] | None
 ) -> None:
-    """say: of the stage that speaks for all. To leave with success without having saved would be a lie."""
-    if transport.num_replicas > 1:  # of this replica, all have finished writing: their summaries are here
+    """Reports the step after which the run stopped.
+
+    Raises a PipelineError if this step has no checkpoint, because a process must not exit with success when nothing was
+    saved. say: prints the report. None on all stages except the one that reports for all.
+    """
+    if transport.num_replicas > 1:  # in this replica all have finished writing: their summaries have arrived
         transport.add_replicas([torch.zeros(1, device=device)]).wait(lambda: "the other replicas' last checkpoint")
     if say is None:
         return
@@ -206,8 +219,11 @@ def make_pipeline(
     sync_start_steps: int | None = None,
     until: int | None = None,
 ) -> Pipeline:
-    """One stage of what a configuration comes to, with its weights. Of the other stages' it never holds any. start: a
-    state to go on from. sync_start_steps: None, as configured. until: steps after which to leave off."""
+    """Builds the pipeline of one stage with its weights. The weights of other stages are never allocated.
+
+    start: state to continue from. sync_start_steps: None means the configured value. until: number of steps after which
+    to stop.
+    """
     device = torch.device(config.train.device)
     with torch.device("meta"):
         model, loss = components.model.layers_and_loss(config.train.loss_chunk_tokens)

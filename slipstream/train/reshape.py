@@ -1,8 +1,9 @@
-"""Changes the layout of a run while it runs.
+"""Changes the layout (stages x replicas) of a run while it runs.
 
-After a common update the pipeline drains. Every process then learns the next layout from the first process, sends its
-state to the processes that will hold those layers, and a new pipeline starts where the old one stopped. A run is told
-to do so by `pipeline.reshape` or by a file in its folder, which `slipstream reshape` writes.
+All stages stop after the same update, and the pipeline drains. The first process then sends the next layout to all
+processes. Every process sends its state to the processes that will hold those layers, and a new pipeline starts where
+the old one stopped. A change of layout is requested by `pipeline.reshape`, or by a file in the run's folder that
+`slipstream reshape` writes.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from ..transport.world import MovedState, World
 from .build import Components, build_components, in_layout_of
 
 COMMAND_NAME = "reshape.txt"
-"""The file in a run's folder by which it is told to change its layout."""
+"""Name of the file in a run's folder that requests another layout."""
 
 
 class Commands:
-    """What the run is told while it runs, by a file in its folder. Of the first process."""
+    """Reads requests for another layout from a file in the run's folder. Only the first process has an instance."""
 
     def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
         self._config, self._path, self._say = config, folder / COMMAND_NAME, say
         self._layout: Layout | None = None
 
     def look(self) -> bool:
-        """Whether there is one to be followed."""
+        """Returns whether a valid request is pending. Reads and removes the file if there is one."""
         try:
             text = self._path.read_text(encoding="utf-8", errors="replace")
             self._path.unlink()
@@ -50,7 +51,7 @@ class Commands:
         try:
             self._layout = Layout.parse(text)
             check_layout(self._config, self._layout)
-        except ConfigError as error:  # of somebody who is not there to be told by an exit code
+        except ConfigError as error:  # the author of the file sees no exit code of this process
             self._layout = None
             self._say(f"{self._path.name} changes nothing: {error}")
         return self._layout is not None
@@ -61,7 +62,11 @@ class Commands:
 
 
 def check_layout(config: Config, layout: Layout) -> Components:
-    """Whether a run of this configuration can take it on, with the processes that it was started with."""
+    """Builds the components of a layout.
+
+    Raises a ConfigError if a run of this configuration cannot change to the layout with the processes that it was
+    launched with.
+    """
     check_changeable(config)
     if layout.size > num_processes(config):
         raise ConfigError(
@@ -72,7 +77,7 @@ def check_layout(config: Config, layout: Layout) -> Components:
 
 
 def check_layout_changes(config: Config) -> None:
-    """Whether the model can be cut into all the layouts that are planned."""
+    """Raises a ConfigError if the model cannot be cut into one of the layouts of `pipeline.reshape`."""
     for text, change in zip(config.pipeline.reshape, layout_changes(config), strict=True):
         try:
             check_layout(config, change.layout)
@@ -82,29 +87,29 @@ def check_layout_changes(config: Config) -> None:
 
 @dataclass(frozen=True)
 class Transition:
-    """From one layout to the next."""
+    """A change from one layout to the next."""
 
     step: int
-    """Updates made."""
+    """Number of updates made before the change."""
     before: Layout
     layout: Layout
     components: Components
-    """In the layout that follows."""
+    """Components in the next layout."""
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """What there is to say of it, in summary.json."""
+    """What summary.json reports about a change of layout."""
 
     step: int
     before: str
     after: str
     bytes_moved: int
     exchange_seconds: float
-    """Until the state is where it is needed."""
+    """Seconds until the state has arrived in the processes that need it."""
     pause_seconds: float
-    """Until all stages of the next layout have started. Both are counted from the last update of the layout before, so
-    no stage computes during them."""
+    """Seconds until all stages of the next layout have started. This and `exchange_seconds` are counted from the last
+    update in the previous layout. No stage computes during this time."""
 
 
 @dataclass
@@ -114,23 +119,24 @@ class Phase:
     layout: Layout
     components: Components
     transport: Transport | None
-    """None: this process is idle in this layout."""
+    """Transport of this process. None means that the process is idle in this layout."""
     start: StageState | None
-    """The state to start from; None: the beginning of the run, or this process is idle."""
+    """State to start from. None means that the run starts from the beginning, or that this process is idle."""
     transition: Transition | None = None
-    """How the run came to this layout; None: it started with it."""
+    """Change that led to this layout. None means that the run started with it."""
     end: StageState | None = None
-    """Set by the caller: the state after the last update in this layout; None: the run is over, or the process was
-    idle."""
+    """State after the last update in this layout, set by the caller. None means that the run is over, or that the
+    process was idle."""
 
     def take_start(self) -> StageState | None:
-        """Hands over the state to start from; the phase keeps no reference to its tensors."""
+        """Returns the state to start from, and drops the reference to it, so that the phase does not keep its tensors
+        alive."""
         start, self.start = self.start, None
         return start
 
 
 class Reshaping:
-    """Takes one process of a run from layout to layout."""
+    """Leads one process of a run from layout to layout."""
 
     def __init__(self, world: World, config: Config, commands: Commands | None) -> None:
         self._world, self._config, self._commands = world, config, commands
@@ -138,8 +144,10 @@ class Reshaping:
         self._moved_at = 0.0
 
     def phases(self, layout: Layout, start: StageState | None) -> Iterator[Phase]:
-        """Yields one phase after the other until the run is over. The caller trains, and sets `end`, before it asks for
-        the next."""
+        """Yields one phase after the other until the run is over.
+
+        Before it requests the next phase, the caller trains in this layout and sets `end`.
+        """
         components = build_components(layout.applied(self._config))
         phase = Phase(layout, components, self._world.take_places(layout.mesh(self._config)), start)
         while True:
@@ -153,17 +161,18 @@ class Reshaping:
             del moved
 
     def _next_transition(self, phase: Phase) -> Transition | None:
-        """None: the run is over."""
+        """Returns the next change of layout, or None if the run is over."""
         state = phase.end
         self._num_transitions += 1
         key = f"transition {self._num_transitions}"
-        if self._world.place is not None:  # by a clock that all processes share, more or less
+        if self._world.place is not None:  # wall-clock time, which all processes share approximately
             self._world.store.set(f"{key}/ended/{self._world.place}", repr(time.time()))
         if self._world.rank == 0:
             following = None if state is None else self._following(state.step)
             self._world.as_first(key, json.dumps(None if state is None else [state.step, str(following)]))
         waiting = lambda: "the first process to say how the run goes on"  # noqa: E731
-        # Of a run that is over, the first process may still be writing its last checkpoint, however long that takes.
+        # When a run is over, the first process may still be writing its last checkpoint. There is no limit on that
+        # time.
         word = json.loads(self._world.hear(f"said/{key}", waiting, is_working=state is not None))
         if word is None:
             return None
@@ -181,7 +190,10 @@ class Reshaping:
         return change.layout
 
     def _move(self, transition: Transition, state: StageState | None) -> MovedState:
-        """What this process needs of everyone's state, and who takes which place."""
+        """Exchanges the state between all processes.
+
+        Returns the state that this process needs in the next layout, and the order of the processes in it.
+        """
         self._world.leave()
         with torch.device("meta"):
             model = transition.components.model.layers()
@@ -197,8 +209,10 @@ class Reshaping:
         return moved
 
     def settle(self, phase: Phase) -> list[dict[str, Any]]:
-        """Waits until all stages of a new layout have started, and returns what the summary says about the change: one
-        entry, or none for the first layout."""
+        """Waits until all stages of a new layout have started.
+
+        Returns what the summary reports about the change: one entry, or none for the first layout.
+        """
         if (transition := phase.transition) is None:
             return []
         self._world.settle()
@@ -211,7 +225,7 @@ class Reshaping:
             )
             word = json.dumps(asdict(reshape))
         said: dict[str, Any] = json.loads(self._world.as_first(f"reshape {self._num_transitions}", word))
-        gc.collect()  # the old pipeline refers to itself
+        gc.collect()  # the old pipeline contains reference cycles
         return [said]
 
     def _reshape(self, transition: Transition, settled_at: float) -> Reshape:
@@ -234,7 +248,10 @@ def write_command(folder: Path, layout: Layout) -> None:
 
 
 def parameter_of(name: str) -> str | None:
-    """Whose part of the state a tensor is; None: of no parameter. See slipstream/checkpoint/stage_state.py."""
+    """Returns the parameter that a tensor of the state belongs to, or None if it belongs to no parameter.
+
+    The names are described in slipstream/checkpoint/stage_state.py.
+    """
     kind, _, rest = name.partition("/")
     if kind == "products":
         return None
@@ -242,7 +259,10 @@ def parameter_of(name: str) -> str | None:
 
 
 def destinations(holders: Sequence[Collection[str]], mesh: Mesh, name: str) -> list[int]:
-    """The ranks that need a tensor of the state. holders: by stage, the parameters it holds."""
+    """Returns the ranks that need a tensor of the state.
+
+    holders: the names of the parameters that each stage holds.
+    """
     parameter = parameter_of(name)
     stages = [0] if parameter is None else [s for s, held in enumerate(holders) if parameter in held]
     return [mesh.rank(replica, stage) for stage in stages for replica in range(mesh.num_replicas)]

@@ -43,20 +43,20 @@ from .build import Components
 from .checkpointing import batch_facts
 
 UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
-"""Of how the run is started, and not of the run."""
+"""Settings that describe how the run is launched, not the run itself. Changes of these are not reported."""
 
 SAMPLE_TOKENS = 2**16
 
 
 def corpus_facts(tokens: Tokens) -> dict[str, Any]:
-    """By which a corpus is known again: how long it is, and how it begins and ends."""
+    """Returns facts that identify a corpus: its length, and a hash of its first and last tokens."""
     count = len(tokens)
     ends = tokens.read(0, min(SAMPLE_TOKENS, count)), tokens.read(max(0, count - SAMPLE_TOKENS), count)
     return {"tokens": count, "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
 
 
 def changes(found: Checkpoint, config: Config, components: Components) -> Iterator[str]:
-    """A line for everything that differs from what the checkpoint was made with."""
+    """Yields a line for everything that differs from the configuration and corpus that the checkpoint was made with."""
     facts: Mapping[str, Any] = next(iter(found.facts.values()))
     tree = facts.get("config")
     then, now = _flat(tree if isinstance(tree, dict) else {}), _flat(asdict(config))
@@ -73,11 +73,11 @@ def changes(found: Checkpoint, config: Config, components: Components) -> Iterat
 
 
 def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]:
-    """Of the next update, where the peak itself has not been changed."""
+    """Yields a line if the learning rate of the next update changes although the peak rates are the same."""
     try:
         before = build(Config, tree, "")
         then, now = learning_rate(before)(found.step), learning_rate(config)(found.step)
-    except (ConfigError, ValueError, TypeError):  # a configuration of another version of the program
+    except (ConfigError, ValueError, TypeError):  # a configuration written by another version of the program
         return
     if peak_rates(before) == peak_rates(config) and abs(then - now) > 1e-6 * now:
         peak, _ = peak_rates_of(config.optimizer)
@@ -89,13 +89,13 @@ def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]
 
 
 def keep_configuration(folder: Path, step: int) -> None:
-    """Puts the configuration of the steps so far aside."""
+    """Renames config.toml, so that the configuration of the steps so far is kept."""
     with suppress(FileNotFoundError):
         (folder / "config.toml").replace(folder / f"config.until-step-{step}.toml")
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Every field by its section's name and its own, its value as JSON would have it."""
+    """Returns all fields as "section.name", with values as they would be read from JSON."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         is_section = isinstance(value, dict) and not before
@@ -107,12 +107,13 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 
 TOY_SHAPE = (3, 5, 7, 11)
-"""No dimension twice: a state of the same shape is one number for every number of the parameter."""
+"""Shape of a toy parameter. All dimensions differ, so a tensor of the optimizer's state that has this shape has one
+number for every number of the parameter."""
 
 
-# ---- going on
+# ---- resuming
 class _Tensors(Mapping[str, Tensor]):
-    """Those of a checkpoint, read when they are asked for."""
+    """The tensors of a checkpoint, each read when it is accessed."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._names = checkpoint, checkpoint.names()
@@ -130,7 +131,10 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 def newest(store: Store, config: Config, model: ModelSpec, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest complete checkpoint, once it is clear that this configuration can go on from it."""
+    """Returns the newest complete checkpoint, or None if there is none.
+
+    Raises a ConfigError if this configuration cannot resume from it.
+    """
     found = store.newest(lambda damage: say(f"{damage}: the checkpoint before it is taken"))
     if found is not None:
         check_fits(found, config, model)
@@ -138,7 +142,7 @@ def newest(store: Store, config: Config, model: ModelSpec, say: Callable[[str], 
 
 
 def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
-    """Raises a ConfigError that names what does not."""
+    """Raises a ConfigError that names what in a checkpoint does not fit the configuration."""
     where = f"the checkpoint of step {found.step}"
     facts: list[Any] = [part.get("run") for part in found.facts.values()]
     if not all(isinstance(part, dict) for part in facts) or not all(map(_has_state, found.facts.values())):
@@ -173,7 +177,7 @@ def _has_state(part: Mapping[str, Any]) -> bool:
 
 
 def _check_weights(found: Checkpoint, expected: Mapping[str, torch.Size]) -> None:
-    """Masters of all parameters, and older versions of some."""
+    """Checks the weights: master weights of all parameters, and older versions of some."""
     masters: dict[str, torch.Size] = {}
     for name, (dtype, shape) in found.names().items():
         kind, _, rest = name.partition("/")
@@ -202,8 +206,11 @@ def _check_products(found: Checkpoint, num_groups: int) -> None:
 
 
 def _check_versions(found: Checkpoint, schedule: Schedule, expected: Mapping[str, torch.Size]) -> None:
-    """That the versions which the next batches run on are there. Where stages step alone, each has versions of its own
-    number, and says itself what it misses."""
+    """Checks that the checkpoint holds the weight versions that the next batches use.
+
+    If every stage updates independently, stages keep different numbers of versions. Then nothing is checked here, and
+    each stage reports what it misses.
+    """
     if schedule.traits.steps_alone:
         return
     start, names = sync_start_steps(found, schedule), found.names()
@@ -221,8 +228,12 @@ def _sample_shape(shape: torch.Size | None) -> tuple[int, ...] | None:
 
 
 def _check_optimizers(found: Checkpoint, config: Config, expected: Mapping[str, torch.Size]) -> None:
-    """Against the state that the configured optimizers have after a step of toys. Of a class by its import path nobody
-    knows whether it keeps the same for every size."""
+    """Compares the optimizer state with the state that the configured optimizers have after one step with toy
+    parameters.
+
+    For an optimizer class that is given by its import path, it is unknown whether its state has the same keys for every
+    size. For such a class only the keys found in the checkpoint are compared.
+    """
     is_known = config.optimizer.name in ("muon", "adamw", *RECIPES)
     facts, tensors = _state_facts(found), found.names()
     kept = facts["optimizer"]
@@ -259,8 +270,11 @@ def _check_state(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     name: str,
 ) -> None:
-    """Of one parameter. None at all is that of a parameter which was never stepped; what an optimizer adds later is not
-    known here."""
+    """Checks the optimizer state of one parameter.
+
+    An empty state belongs to a parameter that was never updated, and is accepted. State that an optimizer adds in later
+    steps is unknown here, and is not checked.
+    """
     whose = f"the optimizer's state of {name}"
     for key, value in wanted.items() if kept else ():
         if key not in kept:
@@ -279,7 +293,8 @@ def _check_state(
 
 
 def _is_number(value: Any, key: str) -> bool:
-    """Where steps are counted, at least one has been made: optimizers divide by them."""
+    """Returns whether a value is a number. A number of steps must be at least 1, because optimizers divide by terms
+    such as 1 - beta^step."""
     return type(value) in (bool, int, float) and (key != "step" or 1 <= value <= MAX_STEP)
 
 
@@ -299,12 +314,16 @@ def _state_facts(found: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(found: Checkpoint) -> StageState:
-    """Of all stages together: each takes what it needs."""
+    """Returns the state of all stages together. Each stage reads the tensors it needs."""
     return StageState(found.step, _Tensors(found), _state_facts(found))
 
 
 def sync_start_steps(found: Checkpoint, schedule: Schedule) -> int:
-    """A run that was synchronous has no older versions to be late with: it goes on as after a synchronous start."""
+    """Returns the number of synchronous steps at the start of the schedule.
+
+    A run that was synchronous so far has saved no older weight versions for delayed steps to use. It resumes as if all
+    its steps had been a synchronous start.
+    """
     lags = {int(name.split("/")[1]) for name in found.names() if name.startswith("working/")}
     needed = max(map(schedule.delay, range(schedule.num_stages)))
     is_late = found.step > schedule.sync_start_steps

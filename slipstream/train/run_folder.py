@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, whether it may be used, and what it holds at the start."""
+"""Locates the folder of a run, checks whether it may be used, and fills it at the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def run_folder(config: Config) -> Path:
 
 
 def has_summary(folder: Path, step: int) -> bool:
-    """A run may be killed between its last checkpoint and its end, and owe a summary."""
+    """Returns whether the folder has a summary of this step.
+
+    A run that was killed after its last checkpoint may have none yet.
+    """
     try:
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"] == step
     except (OSError, ValueError, KeyError, TypeError):
@@ -30,7 +33,7 @@ def check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
     try:
         if not (folder.exists() or folder.is_symlink()):
             return
-        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):  # of a run that was killed there
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):  # left by a killed run
             return
         is_run = (folder / "config.toml").exists() and not folder.is_symlink()
     except OSError as error:
@@ -55,13 +58,13 @@ def make_folder(folder: Path, config: Config, components: Components, keep: bool
         if folder.exists() and not keep:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in (COMMAND_NAME, "summary.json"):  # of an earlier part of the run
+        for stale in (COMMAND_NAME, "summary.json"):  # left by an earlier part of the run
             (folder / stale).unlink(missing_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         if components.tokenizer_json is not None:
             (folder / "tokenizer.json").write_bytes(components.tokenizer_json)
     except OSError as error:
-        for parent in made:  # a refusal leaves nothing behind
+        for parent in made:  # a run that cannot start leaves no folders behind
             with suppress(OSError):
                 parent.rmdir()
         raise _unwritable(folder, error) from error

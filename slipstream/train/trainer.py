@@ -1,6 +1,6 @@
-"""`slipstream train`: checks a configuration, makes the run's folder, and starts its processes.
+"""Implements `slipstream train`: checks a configuration, creates the run's folder, and launches its processes.
 
-The trainer is a user of `Pipeline` and `launch` like any other.
+The trainer uses `Pipeline` and `launch_world` in the same way as any other program.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from .run_folder import check_folder, has_summary, make_folder, run_folder
 
 
 def train(config: Config) -> None:
-    """Checks, makes the run's folder, starts the stages. Under torchrun, every rank calls this."""
-    torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    """Checks the configuration, creates the run's folder, and launches the stages.
+
+    Under torchrun every rank calls this function.
+    """
+    torch.set_num_threads(1)  # it computes nothing, and a process with one thread is safe to fork
     is_first = int(os.environ.get("RANK", "0")) == 0
     validate(config)
     unused = list(notes(config))
@@ -45,12 +48,13 @@ def train(config: Config) -> None:
     check_layout_changes(config)
     check_machine(config)
     store = checkpoint_store(config, folder)
-    # One process decides: others might look while this one puts away what a crash has left, and see something else.
+    # Only the first process decides. Another process might look while the first one removes the remains of a crash, and
+    # might find another checkpoint.
     found = newest(store, config, components.model, Screen().print) if config.checkpoint.resume and is_first else None
     is_over = found is not None and found.step == config.train.steps and has_summary(folder, found.step)
     if is_over:
         Screen().print(f"{folder} has made its {config.train.steps} steps: raise train.steps to go on")
-        if not under_torchrun():  # whose other processes have yet to hear of it
+        if not under_torchrun():  # under torchrun the other processes must still be notified
             return
     elif is_first:
         changed = [] if found is None else list(changes(found, config, components))
@@ -65,7 +69,7 @@ def train(config: Config) -> None:
         for line in [*unused, describe(config, components, folder)]:
             Screen().print(line)
     is_threaded = config.pipeline.transport == "thread"
-    # Only a main thread is told of signals.
+    # Only the main thread of a process receives signals.
     signals = SignalRequests(config.checkpoint.every_minutes) if is_threaded else None
     facts = LaunchFacts(secrets.token_hex(8), None if found is None else found.step, is_over)
     layout = Layout.of(config)
