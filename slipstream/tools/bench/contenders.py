@@ -72,8 +72,8 @@ class Rival:
         return Placement(num_stages, TORCH_SHAPES.get(self.schedule, "single"))
 
     def plan(self, num_stages: int, num_steps: int) -> Schedule:
-        """Returns the slipstream schedule of a run. If the pipeline needs more than one step to fill, the schedule has
-        that many more steps."""
+        """Returns the slipstream schedule of a run. If the pipeline needs n steps to fill, the schedule has n - 1
+        additional steps."""
         more = num_steps_to_fill(self.schedule, num_stages) - 1
         return Schedule(
             self.schedule,
@@ -234,9 +234,9 @@ def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]
 
 
 def _costs(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: int) -> StageCosts:
-    """Returns the average cost of each action, from the recorded spans. The window starts after the first two steps and
-    ends where the pipeline begins to drain, as for the step time. The overhead comes from the clock's steady window or,
-    if there is a warm-up, from the time between spans."""
+    """Returns the average cost of each action, from the recorded spans. The window starts two steps after the warm-up
+    and ends where the pipeline begins to drain, as for the step time. The overhead comes from the clock's steady window
+    or, if there is a warm-up, from the time between spans."""
     steady_microbatches = range((2 + num_warm_up) * num_microbatches, num_steady * num_microbatches)
     spans = [span for span in clock.spans if span.action.microbatch in steady_microbatches]
 

@@ -106,7 +106,7 @@ class Gpu:
         while not ended.wait(SAMPLE_SECONDS):
             for values in self._query(",".join(READINGS.values())):
                 for name, value in zip(READINGS, values, strict=False):
-                    with suppress(ValueError):  # [N/A]
+                    with suppress(ValueError):  # nvidia-smi prints [N/A] for an unknown value
                         self._samples[name].append(float(value))
 
     def take_readings(self) -> dict[str, Spread]:

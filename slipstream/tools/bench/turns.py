@@ -57,7 +57,8 @@ class World:
     rivals: tuple[Rival, ...]
     num_rounds: int
     num_steps: int
-    """Number of steps in a run. At least 5, because up to four of them are not steady."""
+    """Number of steps in a run. At least 5, because `steady` drops the ends of up to three steps, and a step time needs
+    two ends."""
     unbalanced: bool = False
     shared_memory: bool = True
     """Whether slipstream's messages use shared memory. torch's messages always use gloo."""

@@ -122,8 +122,8 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
     tokens, dtypes = size * model.sequence_length, precision_of(config)
     peak = device.flops_in(dtypes.compute)
     flops = peak * dense
-    # The gradient of the embedding table is written, and then added to the existing gradient: one read and one more
-    # write.
+    # The gradient of a table (embedding or head) is written, and then added to the existing gradient: one read and one
+    # more write.
     added = model.vocab_size * model.dim * (dtypes.compute.itemsize + 2 * dtypes.gradient.itemsize)
     names, per_token = model.layer_names, model.layer_flops()
     # Matrix products without weights, as in attention: their whole backward is with respect to inputs.

@@ -85,7 +85,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# ---- what real devices fuse
+# ---- fused kernels of real devices
 
 
 def fuse_kernels(model: nn.Sequential, kernels: Kernels) -> None:
@@ -96,7 +96,7 @@ def fuse_kernels(model: nn.Sequential, kernels: Kernels) -> None:
     It changes the layers instead of the context in which they run, because a recomputed layer runs during a backward,
     where no such mode is active."""
     for layer in model:
-        setattr(layer, "forward", _fused(layer.forward, kernels))  # noqa: B010  (mypy would not have a method assigned)
+        setattr(layer, "forward", _fused(layer.forward, kernels))  # noqa: B010 (mypy rejects an assignment to a method)
 
 
 def _fused(forward: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:

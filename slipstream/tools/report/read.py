@@ -61,7 +61,7 @@ class TraceSpan:
     duration: float
     name: str
     in_background: bool = False
-    """Whether the span overlaps other actions."""
+    """Whether the action ran in the background, at the same time as other actions."""
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ def _over_seeds(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarr
 def _loss_range(records: Sequence[Record]) -> tuple[float, float]:
     """Returns the range of the loss axis. It begins below the best loss. It ends at the median loss after a fifth of
     the tokens, because the first evaluations would flatten all curves. The range also includes runs that end at most
-    twice as high above the best loss, but not higher ones, which would compress the others."""
+    twice as high above the best loss as that, but not higher ones, which would compress the others."""
     finished = [record for record in records if final_loss(record) is not None and curve(record)]
     if not finished:
         losses = [loss for record in records for _, loss in curve(record)]

@@ -116,8 +116,8 @@ class Sweep:
 
     @property
     def edge(self) -> str | None:
-        """ "lowest" or "highest" if the best rate is at that end of the sweep, so that a better rate may lie beyond it.
-        None otherwise."""
+        """Returns "lowest" or "highest" if the best rate is at that end of the sweep, so that a better rate may lie
+        beyond it. Returns None otherwise."""
         rates = list(self.losses)
         if self.best is None or len(rates) == 1:
             return None
