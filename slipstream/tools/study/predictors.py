@@ -11,10 +11,10 @@ optimizers. u is the update just made, v the one before. All tensors stay on the
     fitted     w = a u + b v            a, b: the same, on the two updates before
     momentum   the update from the momentum alone, as if the next gradient were equal to the momentum. It lacks the
                noise of the last gradient, which is in u and will not occur again (Muon: after Newton-Schulz)
-    damped     w = r - k n              n: as in `momentum`; r: Nesterov's update, for any optimizer. It is
-               not a good prediction. But a wrong prediction hurts more, the more the loss is curved along it, and along
-               the most curved directions this one keeps a quadratic stable at twice the learning rate of `last` (beta
-               0.95, Nesterov: k 1.4)
+    damped     w = r - k n              n: as in `momentum`; r: Nesterov's update, even if the optimizer
+               does not use it. This is not a good prediction. But a wrong prediction hurts more, the more the loss is
+               curved along it, and along the most curved directions this one keeps a quadratic stable at twice the
+               learning rate of `last` (beta 0.95, Nesterov: k 1.4)
 """
 
 from __future__ import annotations
