@@ -296,9 +296,9 @@ def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int
 
     An update is added once per step, or per round trip if that is longer, because it delays the stage where a trip ends
     (in two_bw also the stage where it turns). This is an approximation. Its error is a part of update / step time: at
-    most 0.9 % where tests/plan/test_predict.py compares it with simulations, at most 0.7 % on 16 stages with 50 or 64
-    microbatches and updates of up to ten slots, and 2.2 % for paci on 3 stages with 7 microbatches and a latency as
-    long as a forward. But such a small pipeline is simulated.
+    most 0.9 % where tests/tools/plan/test_predict.py compares it with simulations, at most 0.7 % on 16 stages with 50
+    or 64 microbatches and updates of up to ten slots, and 2.2 % for paci on 3 stages with 7 microbatches and a latency
+    as long as a forward. But such a small pipeline is simulated.
     """
     stages = np.arange(costs.num_stages)
     slot, update = np.array(costs.forward) + np.array(costs.backward), np.array(costs.update)
