@@ -183,7 +183,8 @@ class MemoryModel:
         compute_work = max(passes.forward_work, passes.backward_work)
         update_work = summed + max(update.work, replicas, tied + norm)
         if stage.background_update:
-            # The stage waits for the gradients of other stages while it computes the next microbatches.
+            # The stage waits for gradients of other replicas, or of the stage with the tied weight, while it computes
+            # the next microbatches.
             work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
             # The sums over stages: a vector, and the tensors from which it is concatenated.
             overlap += 2 * 8 * num_sums(len(parameter_groups(self.config)))
@@ -346,8 +347,8 @@ class MemoryModel:
         return self._update_by_layer(has_embedding, blocks, has_head, stepping.separate)
 
     def _update_by_layer(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
-        """Parameters are updated one at a time, or one stack at a time, so the parts of a stage can be measured
-        separately."""
+        """Measures the parts of a stage separately. This is possible because parameters are updated one at a time, or
+        one stack at a time."""
         if has_embedding and has_head and self.model.tied_embeddings:
             return self._update(True, blocks, True, separate)
         few = blocks.few(self._blocks_of_a_stack())

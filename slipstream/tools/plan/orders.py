@@ -150,20 +150,20 @@ def make_order(name: str, num_stages: int, num_microbatches: int) -> Order:
 
 
 def _gpipe_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """All forwards, then all backwards."""
+    """Puts all forwards before all backwards."""
     microbatch = np.arange(num_microbatches)
     return [microbatch, num_microbatches + microbatch]
 
 
 def _one_f_one_b_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """One forward and one backward in turn, after a warm-up of as many forwards as there are stages behind this one."""
+    """Alternates forwards and backwards, after a warm-up of as many forwards as there are stages behind this one."""
     microbatch = np.arange(num_microbatches)
     warmup = num_stages - 1 - stage
     return [2 * (microbatch - warmup), 2 * microbatch + 1]
 
 
 def _interleaved_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """Interleaved 1F1B of Megatron-LM (arXiv:2104.04473) with two chunks per stage.
+    """Returns the slots of interleaved 1F1B of Megatron-LM (arXiv:2104.04473) with two chunks per stage.
 
     P microbatches pass through the first chunk, then the same P through the second, and so on. Backwards take the
     chunks in reverse order. After the warm-up, forwards and backwards alternate. The warm-up has P forwards of the
@@ -177,7 +177,8 @@ def _interleaved_slots(stage: int, num_stages: int, num_microbatches: int) -> li
 
 
 def _zero_bubble_h1_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """ZB-H1 (arXiv:2401.10241): 1F1B in which stage s computes weight gradients s microbatches later.
+    """Returns the slots of ZB-H1 (arXiv:2401.10241): 1F1B in which stage s computes weight gradients s microbatches
+    later.
 
     In 1F1B the last stages hold fewer activations than the first. So they may defer weight gradients until they hold as
     many as the first stage. The last backwards can then leave earlier, and the deferred weight gradients fill the end
@@ -189,7 +190,8 @@ def _zero_bubble_h1_slots(stage: int, num_stages: int, num_microbatches: int) ->
 
 
 def _zero_bubble_v_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """ZB-V (arXiv:2401.10241, section 6): the order for F, B and W of equal length, which torch uses too.
+    """Returns the slots of ZB-V (arXiv:2401.10241, section 6): the order for F, B and W of equal length, which torch
+    uses too.
 
     The order is the same if the lengths differ. For that case the paper also searches for an order that fits the given
     costs, and finds better ones. In a step of at least 2P - 1 microbatches the two chunks alternate, F B W of one and F
