@@ -1,4 +1,5 @@
-"""`slipstream bench`: the matrix from end to end. The rules stand in docs/development/benchmark_rules.md."""
+"""`slipstream bench`: runs the whole benchmark matrix and writes its results. docs/development/benchmark_rules.md has
+the rules."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from ..transport.environment import under_torchrun
 from .parse import parse
 
 MAX_STAGES = 32
-"""Processes on one machine; beyond that it measures the machine."""
+"""Maximum number of stages, each of them a process on this machine. With more processes the benchmark would measure the
+machine."""
 
 
 @dataclass(frozen=True)
@@ -163,20 +165,20 @@ def _make_folder(folder: Path) -> None:
 
 @dataclass
 class Finished:
-    """What is known so far, world by world."""
+    """Results of all worlds that have run so far, one entry per world in each list."""
 
     worlds: list[World] = field(default_factory=list)
     outcomes: list[list[Outcome]] = field(default_factory=list)
     rows: list[list[Row]] = field(default_factory=list)
     notes: list[list[str]] = field(default_factory=list)
     gpu: dict[str, Any] | None = None
-    """What is known of it, and its clock and power in every world."""
+    """Description of the GPU, and its clock and power in every world. None means that the benchmark runs on a CPU."""
 
 
 def run_matrix(
     matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime, gpu: Gpu | None = None
 ) -> Finished:
-    """Everything that is finished is written after every world, and when somebody interrupts one."""
+    """Runs all worlds in order. Writes all results so far after every world, also when the user interrupts a world."""
     screen = Screen()
     guess = minutes(sum(map(total_seconds, matrix)))
     screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, {guess} where nothing else runs; writing {folder}")
@@ -188,7 +190,7 @@ def run_matrix(
         except Stopped as stopped:
             outcomes, interrupt, with_memory = stopped.outcomes, stopped.__cause__, False
         readings = {} if gpu is None else gpu.take_readings()
-        screen.show_cursor()  # a stage that failed had no time to
+        screen.show_cursor()  # a stage that failed had no time to show it again
         wants_memory = with_memory and world.workload == "real"
         memory = _memory(world, outcomes, screen) if wants_memory else [_gpu_memory(each) for each in outcomes]
         finished.worlds.append(world)
@@ -217,7 +219,8 @@ def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[list[
 
 
 def _gpu_memory(outcome: Outcome) -> list[int] | None:
-    """By round; on a CPU it takes worlds of their own to know."""
+    """Returns the peak memory of each round, measured on a GPU. None means that there is no measurement: on a CPU,
+    memory is measured in separate worlds."""
     return [each.memory_bytes for each in outcome.rounds if each.memory_bytes is not None] or None
 
 

@@ -1,4 +1,4 @@
-"""What `slipstream plan` and `slipstream profile` share."""
+"""Functions that `slipstream plan` and `slipstream profile` share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def progress_bar() -> Progress:
 
 
 def wide_console() -> Console:
-    """A file has no edge to run into."""
+    """Returns a console that has the width of the terminal, or a large width if the output is a file."""
     console = Console()
     return console if console.is_terminal else Console(width=200)
 

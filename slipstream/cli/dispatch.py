@@ -46,11 +46,11 @@ COMMANDS = (
     "timeline",
     "prepare",
 )
-"""Each is a module of this package, with a function `main(arguments)`."""
+"""Names of all commands. Each is a module of this package that has a function `main(arguments)`."""
 
 
 def main() -> NoReturn:
-    if not under_torchrun():  # whose stages are not ours to end
+    if not under_torchrun():  # under torchrun, torchrun ends the stages
         _end_stages_on_signals()
     if "" not in sys.path:
         sys.path.insert(0, "")  # the user's own models and sinks are looked for in this folder too
@@ -64,7 +64,7 @@ def main() -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain bytes that cannot be encoded
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
             close = difflib.get_close_matches(command, COMMANDS, n=1)
             remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
             raise UsageError(f"command {command!r} is unknown: {remedy}")
-        # Imported only now: most of them import torch, which --help and --version should not wait for.
+        # The import is here because most commands import torch, and --help and --version should not wait for that.
         import_module(f".{command}", __package__).main(list(arguments[1:]))
         sys.stdout.flush()
     except UsageError as error:
@@ -87,17 +87,18 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is left in the buffer has nowhere to go.
+        # The reader of our output closed the pipe. The rest of the buffer goes to /dev/null, so that the flush at exit
+        # does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
 
 
 def _say(message: Exception | str, code: int) -> int:
-    """One line, however many the message had."""
+    """Prints the message to stderr as one line and returns the code."""
     console = Console()
     if console.is_terminal and code != 2:
-        console.show_cursor()  # a stage that was drawing a progress bar hid it, and may be past showing it again
+        console.show_cursor()  # a stage with a progress bar hid the cursor, and may have ended before it could show it
         console.print()
     text = " ".join(str(message).split()).removesuffix(".")
     print(f"slipstream: {text}", file=sys.stderr)
@@ -105,8 +106,8 @@ def _say(message: Exception | str, code: int) -> int:
 
 
 def _end_stages_on_signals() -> None:
-    """SIGTERM and SIGHUP would end this process alone. As an interrupt, they end the stages too; in a stage they stay
-    what they are."""
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that they also end the stages. By default they would end only
+    this process. A forked stage keeps the default behaviour."""
     parent = os.getpid()
 
     def interrupt(signum: int, frame: object) -> None:
@@ -116,5 +117,5 @@ def _end_stages_on_signals() -> None:
         os.kill(os.getpid(), signum)
 
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is signal.SIG_DFL:  # nohup ignores the one, and means it
+        if signal.getsignal(signum) is signal.SIG_DFL:  # do not replace a handler: nohup ignores SIGHUP on purpose
             signal.signal(signum, interrupt)

@@ -1,4 +1,4 @@
-"""`slipstream init`: a configuration to begin with, in which every field is explained."""
+"""`slipstream init`: writes a configuration file in which every field is explained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOSEN = (
     "evaluation.every_steps",
     "run.name",
 )
-"""What a run is mostly about. The other fields are there too, commented out."""
+"""The most important fields, which are active in the file. All other fields are commented out."""
 WIDTH = 110
 
 
@@ -63,14 +63,14 @@ def main(arguments: list[str]) -> None:
 
 
 def explained(config: Config) -> str:
-    """As TOML."""
+    """Returns the configuration as TOML, with the meaning of every field in a comment above it."""
     sections = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         texts = field_texts(type(values))
         entries = [f"[{section.name}]"]
         for member in dataclasses.fields(values):
-            meaning = texts[member.name].replace("None:", "Not set:")  # which is how TOML says it
+            meaning = texts[member.name].replace("None:", "Not set:")  # TOML has no None: the field is left out
             lines = [f"# {line}" for line in textwrap.wrap(meaning, WIDTH)]
             entries.append("\n".join([*lines, _line(f"{section.name}.{member.name}", getattr(values, member.name))]))
         sections.append("\n\n".join(entries))
@@ -85,7 +85,8 @@ def _line(path: str, value: Any) -> str:
 
 
 def field_texts(section: type) -> dict[str, str]:
-    """The text below every field, from the source: Python keeps no docstrings of fields."""
+    """Returns the text below every field of a section. It parses the source, because Python does not keep docstrings of
+    fields."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}

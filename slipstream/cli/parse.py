@@ -1,4 +1,5 @@
-"""From a command's arguments to a dataclass: tyro parses them and writes the help, mistakes become one sentence."""
+"""Parses the arguments of a command into a dataclass. tyro parses them and writes the help text. Every error becomes
+one sentence."""
 
 from __future__ import annotations
 
@@ -22,17 +23,20 @@ Arguments = TypeVar("Arguments")
 
 
 def find_run(path: Path) -> Path:
-    """A path as it is, or else the name of a run in the folder where runs are kept."""
+    """Returns the path if it exists. Otherwise returns the folder of the run with this name below runs/, if there is
+    one."""
     below = Path("runs") / path
-    # A name that is too long is one that does not exist.
+    # os.path.exists also returns False for a name that is too long; Path.exists would raise.
     return below if not os.path.exists(path) and os.path.isdir(below) else path
 
 
 def parse(
     cls: type[Arguments], arguments: list[str], prog: str, description: str, default: Arguments | None = None
 ) -> Arguments:
-    """tyro's parser, with its help, and without the boxes it draws around mistakes. prog: two words, and what comes
-    before the options and is none of the fields."""
+    """Parses arguments with tyro. Raises UsageError with one sentence where tyro would print a box with the error.
+
+    prog: the two words of the command, followed by the positional arguments that are no fields of `cls`, such as
+    "slipstream train [CONFIG.toml]". The help text shows it."""
     said, command = io.StringIO(), " ".join(prog.split()[:2])
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -47,7 +51,7 @@ def parse(
             )
     except SystemExit as stop:
         if not stop.code:
-            raise  # it was asked for help
+            raise  # exit code 0: the user asked for help
         raise UsageError(_explain(said.getvalue(), arguments, _options(cls), command)) from None
     if unknown:
         raise UsageError(_explain_unknown(unknown[0], _options(cls), command))
@@ -55,7 +59,7 @@ def parse(
 
 
 def _options(cls: Any, where: str = "") -> dict[str, Any]:
-    """The path of every field, and its type."""
+    """Returns the type of every field, by its dotted path."""
     options: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls).items():
         options |= _options(hint, f"{where}{name}.") if dataclasses.is_dataclass(hint) else {f"{where}{name}": hint}
@@ -63,7 +67,8 @@ def _options(cls: Any, where: str = "") -> dict[str, Any]:
 
 
 def _explain(said: str, arguments: list[str], options: dict[str, Any], command: str) -> str:
-    """One sentence from a box. Which field is at fault is all it is asked; the rest is known here."""
+    """Turns tyro's error box into one sentence. Only the name of the wrong field comes from the box. Its value comes
+    from `arguments` and the valid values from `options`."""
     lines = _unboxed(said)
     if len(lines) > 1 and lines[0].startswith("Missing from"):
         return f"{lines[1].split()[0]} is missing: see {command} --help"
@@ -79,8 +84,8 @@ def _explain(said: str, arguments: list[str], options: dict[str, Any], command: 
 
 
 def _unboxed(said: str) -> list[str]:
-    """What stands between a box's title and its next rule. Frame and rules are drawn with dashes where the terminal has
-    nothing better, and coloured where it has colours."""
+    """Returns the lines between the title of tyro's error box and its next horizontal rule. tyro draws frame and rules
+    with plain dashes if the terminal supports nothing else, and adds colours if the terminal has them."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
     lines = [line.strip("│ ") for line in plain.splitlines()[1:]]
     text = dropwhile(_is_rule, lines)
@@ -92,7 +97,8 @@ def _is_rule(line: str) -> bool:
 
 
 def _value_of(path: str, arguments: list[str]) -> str:
-    """What was given for a field, as it was given last."""
+    """Returns the value that the arguments give to a field. If the field occurs more than once, the last value
+    counts."""
     value: list[str] = []
     current = ""
     for argument in arguments:

@@ -30,7 +30,7 @@ from .config_arguments import check_folder, config_of, parse_with_config, progre
 
 GIB = 2**30
 SEQUENCES_PER_DEVICE = 8
-"""Of a batch that nobody chose: enough to fill a pipeline."""
+"""Default number of sequences per device in a batch: enough to fill a pipeline."""
 MAX_DEVICES, MAX_SEQUENCES = 100_000, 2**20
 
 
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> None:
             _costs(given, smaller, model, device, profile),
             cluster,
             batch_size,
-            replace(memory_model, config=smaller),  # which remembers what was counted before
+            replace(memory_model, config=smaller),  # `replace` keeps the cache of the counts that all searches share
         )
         for smaller in ever_smaller(config, model, given.devices, profile is not None)
     ]

@@ -1,4 +1,4 @@
-"""`slipstream report`: reads the folders of one or more runs and writes one page of HTML."""
+"""`slipstream report`: reads the folders of one or more runs and writes one HTML page."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def _read(folders: Sequence[Path], screen: Screen) -> list[Run]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """A folder's own name, or its path where two have the same name."""
+    """Returns a name for every folder: its base name, or its path if another folder has the same base name."""
     own = [os.path.basename(os.path.realpath(folder)) for folder in folders]
     return [str(folder) if own.count(name) > 1 else name for folder, name in zip(folders, own, strict=True)]

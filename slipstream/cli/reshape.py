@@ -31,7 +31,6 @@ class ReshapeArguments:
 
 
 def main(arguments: list[str]) -> None:
-    """`slipstream reshape`."""
     given = parse(ReshapeArguments, arguments, "slipstream reshape", inspect.getdoc(ReshapeArguments) or "")
     folder = find_run(given.run)
     path = folder / "config.toml"

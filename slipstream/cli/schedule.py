@@ -2,7 +2,7 @@
 
     print(show(Schedule("two_bw", 4, 4, num_steps=3), Costs(), [Path("two_bw.svg")]))
 
-Everything it says comes from the checker and the simulator; here it is only put into words.
+All facts come from the checker and the simulator. This module only formats them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from .parse import cannot_write, parse
 LEAST_COST, MOST_COST = 1e-9, 1e9
 
 MAX_MICROBATCHES = 50_000
-"""Of a schedule to draw, over all stages and steps: a minute or two, and far more than a picture can show."""
+"""Maximum number of microbatches to draw, over all stages and steps. It takes a minute or two, and is far more than a
+picture can show."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def main(arguments: list[str]) -> None:
             depth=given.depth,
             sync_start_steps=given.sync_start_steps,
         )
-        schedule = replace(schedule, global_update=waits_for_sum(given.name))  # the name is a known one by now
+        schedule = replace(schedule, global_update=waits_for_sum(given.name))  # the name is valid here
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
         drawings = list(given.output) or _drawings(given)
         for path in drawings:
@@ -95,7 +96,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _width() -> int:
-    """A file has no edge to run into."""
+    """Returns the width of the terminal, or 250 if the output is a file."""
     console = Console()
     return console.width if console.is_terminal else 250
 
@@ -110,7 +111,8 @@ SUFFIXES = (".svg", ".png")
 
 
 def show(schedule: Schedule, costs: Costs, outputs: Sequence[Path] = (), max_width: int = 120) -> str:
-    """The grid of a bounded schedule and what checker and simulator say of it; writes the drawings."""
+    """Returns the grid of a schedule with a fixed number of steps, and the results of checker and simulator. Also
+    writes the drawings."""
     for path in outputs:
         if path.suffix not in SUFFIXES:
             raise ScheduleError(f"{path} cannot be drawn: end its name in one of {', '.join(SUFFIXES)}")
@@ -143,7 +145,7 @@ def show(schedule: Schedule, costs: Costs, outputs: Sequence[Path] = (), max_wid
 
 
 def _steady(timeline: Timeline, costs: Costs) -> Timeline:
-    """A timeline long enough to have a steady state."""
+    """Returns a timeline that is long enough to have a steady state."""
     schedule, needed = timeline.schedule, min_steady_steps(timeline.schedule)
     if schedule.num_steps is not None and schedule.num_steps >= needed:
         return timeline

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         default = load_toml(Path(arguments.pop(0)))
     config = parse(Config, arguments, "slipstream train [CONFIG.toml]", TRAIN_HELP, default)
     from ..train.run_folder import run_folder
-    from ..train.trainer import train  # imports torch, which --help does not wait for
+    from ..train.trainer import train  # here because it imports torch, and --help should not wait for that
 
     try:
         train(config)
@@ -50,12 +50,13 @@ def main(arguments: list[str]) -> None:
 
 
 def _keep(details: str, folder: Path) -> str:
-    """Puts a traceback where it does not get into anyone's way, and says where."""
+    """Writes a traceback to failure.txt in the folder of the run. Returns the part of the error message that names the
+    file."""
     if not details or not folder.is_dir():
         return ""
     path = folder / "failure.txt"
     try:
         path.write_text(details, encoding="utf-8")
-    except OSError:  # a disk that is full may be what failed
+    except OSError:  # a full disk may be the reason of the failure
         return ""
     return f" (traceback in {path})"

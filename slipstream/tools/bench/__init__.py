@@ -1,1 +1,1 @@
-"""Slipstream beside torch.distributed.pipelining, in one interleaved run: `slipstream bench`."""
+"""`slipstream bench`: compares slipstream with torch.distributed.pipelining in one interleaved run."""

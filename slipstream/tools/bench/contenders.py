@@ -1,6 +1,8 @@
-"""Who competes: slipstream's schedules, torch.distributed.pipelining's, and a bare loop with no pipeline at all.
+"""The rivals of the benchmark: slipstream's schedules, the schedules of torch.distributed.pipelining, and a bare loop
+without a pipeline.
 
-A rival runs some steps on one stage of a world and says when each steady step ended there.
+A rival runs a number of steps on one stage of a world (turns.World) and returns when each steady step ended on that
+stage.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ TORCH_SHAPES = {
     "ScheduleZBVZeroBubble": "v",
     "ScheduleDualPipeV": "v",
 }
-"""torch's schedules by the name of their class, and how each places chunks on processes."""
+"""torch's schedules by class name, and how each places chunks on processes (workloads.Placement.shape)."""
 SPLITTING = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-"""Those that compute the gradient of a layer's input and that of its weight apart."""
+"""torch's schedules that compute the gradient of a layer's input and the gradient of its weight separately."""
 TYING = ("one_f_one_b", "two_bw")
-"""Those that can train a weight which the first and the last stage share."""
+"""slipstream's schedules that can train a weight which the first and the last stage share."""
 
 
 class Refused(ValueError):
-    """A rival that says, on every stage alike, that it cannot run."""
+    """Raised by a rival that cannot run. It is raised on every stage, so that no stage waits for another."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ class Rival:
     name: str
     num_microbatches: int
     schedule: str = ""
-    """slipstream's, or the name of a class of torch.distributed.pipelining; empty for the bare loop."""
+    """Name of a slipstream schedule, or of a schedule class of torch.distributed.pipelining. Empty for the bare
+    loop."""
     depth: str = "minimum"
     clip_norm: float | None = None
     latency_seconds: float = 0.0
-    """Injected on slipstream's links."""
+    """Latency that is injected into slipstream's links."""
     as_trained: bool = False
-    """On GPUs, slipstream: with its own optimizer, and masters in float32."""
+    """Whether slipstream uses its own optimizer, and masters in float32. Only on GPUs."""
 
     @property
     def engine(self) -> str:
@@ -69,8 +72,8 @@ class Rival:
         return Placement(num_stages, TORCH_SHAPES.get(self.schedule, "single"))
 
     def plan(self, num_stages: int, num_steps: int) -> Schedule:
-        """slipstream: the schedule as it is played. One that takes several steps to fill, and not one, plays as many
-        more."""
+        """Returns the slipstream schedule of a run. If the pipeline needs n steps to fill, the schedule has n - 1
+        additional steps."""
         more = num_steps_to_fill(self.schedule, num_stages) - 1
         return Schedule(
             self.schedule,
@@ -84,34 +87,36 @@ class Rival:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What an action took on a stage of slipstream, in seconds on average."""
+    """Average seconds of each kind of action on one stage of slipstream."""
 
     forward: float
-    """What it takes to read the microbatch included."""
+    """Time of a forward, including the time to read the microbatch."""
     backward: float
     update: float
-    """0 where updates are made in the background."""
+    """Time of an update. 0 means that updates run in the background."""
     sums: float
-    """From the end of a batch's last action until the update could begin: the stage's own sums and, where there is one,
-    the sum over stages. On the stage that comes last to it, none of it is waiting for others."""
+    """Time from the end of a batch's last action until its update can start. It covers the sums inside the stage and,
+    if the schedule needs it, the sum over stages. The stage that reaches the sum over stages last does not wait for the
+    others."""
     overhead: float
-    """The executor's own, per action: neither computing, nor waiting, nor reading data."""
+    """Time per action that the executor itself needs: neither computation, nor waiting, nor reading data."""
     overhead_cpu: float = 0.0
-    """The part of it that the stage's thread had a core for."""
+    """Part of the overhead in which the stage's thread ran on a core."""
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """One run of a rival, as one stage saw it."""
+    """Measurements of one run of a rival on one stage."""
 
     ends: list[float]
-    """When each steady step ended."""
+    """Moments at which the steady steps ended."""
     costs: StageCosts | None = None
     facts: dict[str, float] = field(default_factory=dict)
-    """ideal_step: the step time of torch's own order of actions, in units of one process's work on one microbatch.
-    peak_in_flight, of slipstream: most microbatches between their forward and their backward."""
+    """Further measurements. ideal_step is the step time of torch's own order of actions, in units of one process's work
+    on one microbatch. peak_in_flight, only of slipstream, is the largest number of microbatches between their forward
+    and their backward."""
     memory_bytes: int | None = None
-    """On a GPU: the most that was allocated there."""
+    """Peak of the allocated memory. None means that the device is no GPU."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -119,20 +124,21 @@ class StageRun:
 
 
 def num_steps_to_fill(schedule: str, num_stages: int) -> int:
-    """Of one of slipstream's: until the first stage has as many batches in flight as it will have."""
+    """Returns the number of steps until the first stage has its full number of batches in flight. 1 for schedules that
+    are not slipstream's."""
     return max(1, TRAITS[schedule].delay(num_stages, 0)) if schedule in TRAITS else 1
 
 
 def steady(ends: Sequence[float], schedule: str) -> list[float]:
-    """The ends of steady steps: the first is left out, and of schedules without a flush the last two, when the pipeline
-    drains. Used for what is measured and for what is simulated."""
+    """Returns the ends of the steady steps. It drops the first step. For schedules without a flush it also drops the
+    last two, in which the pipeline drains. The benchmark uses it for measured and for simulated times."""
     has_no_flush = schedule in TRAITS and not TRAITS[schedule].flushes
     return list(ends[1:-2] if has_no_flush else ends[1:])
 
 
 class Ticks:
-    """The moments at which steps end: by the host's clock on a CPU. On CUDA they are events of the current stream, so
-    nothing waits, and the time is the device's."""
+    """Records the moments at which steps end. On a CPU it reads the host's clock. On CUDA it records events in the
+    current stream, so that nothing waits and the times are those of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -148,7 +154,7 @@ class Ticks:
         self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """Waits for the device, where there is one."""
+        """Returns the recorded moments. On CUDA it waits for the device."""
         if not self._is_cuda:
             return self._times
         torch.cuda.synchronize()
@@ -156,14 +162,14 @@ class Ticks:
 
 
 def run(rival: Rival, workload: str | GpuSetting, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
-    """A stage of one run. Raises Refused, on every stage alike, where there is no such schedule."""
+    """Runs one stage of one run of a rival. Raises Refused on every stage if the schedule cannot run."""
     placement = rival.placement(transport.num_stages)
     if isinstance(workload, str):
         return _run(rival, WORKLOADS[workload](placement, unbalanced), unbalanced, transport, num_steps)
     assert isinstance(transport, ProcessTransport)
     device = transport.device
     if device.type == "cuda":
-        gc.collect()  # a pipeline refers to itself, and the rival before must not count here
+        gc.collect()  # frees the pipeline of the previous rival, which has reference cycles
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -179,7 +185,7 @@ def _run(rival: Rival, made: Workload, unbalanced: bool, transport: Transport, n
         return _run_slipstream(rival, made, transport, num_steps)
     if rival.engine == "torch":
         assert isinstance(transport, ProcessTransport)
-        with transport.process_group():  # gloo's threads must not disturb the other rivals
+        with transport.process_group():  # so that gloo's threads do not disturb the other rivals
             return _run_torch(rival, made, unbalanced, transport, num_steps)
     return _run_bare(rival, made, transport, num_steps)
 
@@ -209,7 +215,7 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
     )
     ends = [time.perf_counter() for report in pipeline.run() if isinstance(report, StepReport)]
     clock, num_warm_up = pipeline.clock, workload.num_warm_up_steps
-    if workload.device.type == "cuda":  # the host runs ahead
+    if workload.device.type == "cuda":  # the host runs ahead of the device
         ends = _ends_on_device(clock.spans, rival.num_microbatches)
     facts = {"peak_in_flight": float(pipeline.peak_in_flight)}
     num_steady = plan.num_steps - (0 if plan.traits.flushes else 2)
@@ -218,8 +224,8 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
 
 
 def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]:
-    """When the last backward of every step ended, in the time of the stream that computes. Updates may be made beside
-    it, so that they have no place in this time."""
+    """Returns when the last backward of every step ended, in the time of the compute stream. Updates are not used,
+    because they may run in the background on another stream."""
     return [
         span.end
         for span in spans
@@ -228,8 +234,9 @@ def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]
 
 
 def _costs(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: int) -> StageCosts:
-    """Actions by their spans, from after the first two steps to where a pipeline begins to drain, as for the step time;
-    the overhead by the clock's steady window or, after a warm-up, by the time between spans."""
+    """Returns the average cost of each action, from the recorded spans. The window starts two steps after the warm-up
+    and ends where the pipeline begins to drain, as for the step time. The overhead comes from the clock's steady window
+    or, if there is a warm-up, from the time between spans."""
     steady_microbatches = range((2 + num_warm_up) * num_microbatches, num_steady * num_microbatches)
     spans = [span for span in clock.spans if span.action.microbatch in steady_microbatches]
 
@@ -290,16 +297,16 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
 
 @cache
 def nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
-    """Of all stages, for torch's schedules: the default group is gloo's. It is made once, because it is kept. Its
-    kernels have the priority and the number of blocks that ours have: on a slice of a GPU, receives that wait would
-    otherwise keep the stage from computing what they wait for."""
+    """Returns an NCCL group of all stages for torch's schedules, because the default group uses gloo. It is cached, so
+    it is created only once. Its kernels have the same priority and number of blocks as those of slipstream's links.
+    Otherwise, on a slice of a GPU, waiting receives would block the computation for which they wait."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = LINK_BLOCKS
     return dist.new_group(backend="nccl", timeout=FOREVER, pg_options=options)
 
 
 def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
-    """The same work without a pipeline: every process runs its own layers, alone and with no message."""
+    """Runs the same work without a pipeline: every process runs its own layers alone and sends no messages."""
     module = workload.chunk(transport.stage)
     inputs, targets = workload.data(0, 0)
     if workload.activations is not None and transport.stage > 0:

@@ -1,4 +1,5 @@
-"""The matrix as a picture: a panel per number of stages, a group of bars per m, a bar per rival."""
+"""Draws the matrix: one panel per number of stages, one group of bars per number of microbatches m, one bar per
+rival."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ COLOURS = {
     **dict(zip(OUR_RIVALS, ("#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7"), strict=True)),
     AS_TRAINED: "#f0e442",
 }
-"""torch in greys, slipstream in Okabe and Ito's colours."""
+"""Colours of the rivals: greys for torch, the colours of Okabe and Ito for slipstream."""
 IDEAL = "#d55e00"
 
 
 def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> Path | None:
-    """Utilisation with equal processes and links as they are; None without matplotlib, or with nothing to draw."""
+    """Draws the utilisation of all worlds with equal processes and without injected latency. Returns None if matplotlib
+    is missing or there is nothing to draw."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     panels: dict[str, dict[int, Sequence[Row]]] = {}
@@ -52,7 +54,7 @@ def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> 
                 x, spread = group + (place - (len(colours) - 1) / 2) * width, row.utilisation
                 whiskers = [[spread.median - spread.lowest], [spread.highest - spread.median]]
                 axes.bar(x, spread.median, width, color=colour, label=label, yerr=whiskers, ecolor="black", capsize=1.5)
-                label = None  # once in the legend
+                label = None  # only one entry in the legend
                 if row.ideal is not None:
                     axes.hlines(row.ideal, x - width / 2, x + width / 2, color=IDEAL, linewidth=1.5)
         axes.set_title(name, fontsize=10)

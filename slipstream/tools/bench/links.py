@@ -1,4 +1,4 @@
-"""Links that are slow on purpose, and how long a message takes on those there are."""
+"""Adds latency to links, and measures how long a message takes on a link."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .workloads import sleep_precisely
 
 NUM_PINGS = 15
 PAUSE_SECONDS = 0.010
-"""Between two pings, so that every process sleeps when one comes, as it does while it waits in a pipeline."""
+"""Pause between two pings. Every process then sleeps when a ping arrives, as it does while it waits in a pipeline."""
 
 
 class DelayedLink(Link):
-    """A message leaves `seconds` after it was sent, from a thread of the link's own."""
+    """A link that delays every message by `seconds` after the send. A background thread sends the messages."""
 
     def __init__(self, link: Link, seconds: float) -> None:
         self._link, self._seconds = link, seconds
@@ -51,7 +51,7 @@ class DelayedLink(Link):
 
 @contextmanager
 def link_latency(transport: Transport, seconds: float) -> Iterator[None]:
-    """Delays everything that passes between neighbours, for a while; 0 leaves the links as they are."""
+    """Delays all messages between neighbours inside the `with` block. 0 leaves the links unchanged."""
     if not seconds:
         yield
         return
@@ -74,8 +74,8 @@ def link_latency(transport: Transport, seconds: float) -> Iterator[None]:
 
 
 def message_seconds(transport: Transport, message: Message) -> float:
-    """From a send until the next stage has the message, on the first stage; elsewhere 0. One message at a time passes
-    through all stages and back, so every hop wakes a process that sleeps."""
+    """Returns, on the first stage, the time from a send until the next stage has the message. Returns 0 on the other
+    stages. One message at a time passes through all stages and back, so that every hop wakes a sleeping process."""
     if transport.num_stages == 1:
         return 0.0
     is_first, is_last = transport.stage == 0, transport.stage == transport.num_stages - 1
@@ -100,6 +100,6 @@ def message_seconds(transport: Transport, message: Message) -> float:
 
 
 def _arrived(message: Message) -> None:
-    """Returns when the message is there: on CUDA it may be taken while it is still to come."""
+    """Waits until the message has arrived. On CUDA, `take` may return before that."""
     if message[0].is_cuda:
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""What `slipstream bench` runs: which rivals meet on which workloads, how often and for how long."""
+"""The matrix of `slipstream bench`: which rivals run on which workloads, how often and for how many steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_GPU_WARM_UP_STEPS,
 
 LATENCY_SECONDS = 0.003
 NUM_STEPS = {1: 8, 2: 6, 4: 6}
-"""By microbatches per stage: a longer step shows as much in fewer of them. At most three are left out as not steady."""
+"""Number of steps, by microbatches per stage. Longer steps need fewer of them for the same precision. At most three
+steps are dropped because they are not steady."""
 QUICK_NUM_STEPS = 5
 REAL_STAGES = 2
 REAL_SECONDS = 0.08
-"""About what a real microbatch takes on both stages together, only to guess how long a run will be."""
+"""Rough time of a real microbatch on both stages together. It is only used to estimate how long a run takes."""
 GPU_STAGES = 4
 GPU_NUM_STEPS, GPU_MIN_NUM_STEPS = 10, 7
-"""Of a run at m = P, and of one with many more microbatches, after the warm-up."""
+"""Number of steps after the warm-up: for m = P microbatches, and the minimum for many more microbatches."""
 GPU_FLOPS, GPU_TURN_SECONDS = 1e14, 4.0
-"""Of a process, and what a turn takes before its first step: only to guess how long a run will be."""
+"""Rough FLOP/s of a process, and rough time of a turn before its first step. They are only used to estimate how long a
+run takes."""
 
 TORCH_RIVALS = {
     "torch GPipe": "ScheduleGPipe",
@@ -43,7 +45,7 @@ AS_TRAINED = "slipstream two_bw as trained"
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of the matrix is wanted."""
+    """The part of the matrix that the user wants."""
 
     emulated_stages: Sequence[int]
     with_real: bool
@@ -52,7 +54,8 @@ class Extent:
 
 
 def worlds(extent: Extent) -> list[World]:
-    """All of m = P, 2P, 4P with equal stages; at m = 2P also one expensive stage and slow links."""
+    """Returns the worlds of the matrix: m = P, 2P and 4P with equal stages. At m = 2P it adds a world with one
+    expensive stage and, for emulated compute, one with slow links."""
     if extent.quick:
         emulated = [_world("emulated", p, p, extent, QUICK_NUM_STEPS) for p in extent.emulated_stages]
         return emulated + (
@@ -97,7 +100,9 @@ def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Rival]:
 def gpu_worlds(
     setting: GpuSetting, num_stages: int, microbatches: Sequence[int], num_rounds: int, words: Sequence[str] = ()
 ) -> list[World]:
-    """One for each number of microbatches. words: names of rivals, or parts of names; none: all rivals."""
+    """Returns one world for each number of microbatches.
+
+    words: names of rivals, or parts of names. Empty means all rivals."""
     matrix = []
     for m in microbatches:
         bare, *others = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
@@ -111,7 +116,8 @@ def gpu_worlds(
 
 
 def _is_meant(name: str, word: str, names: Sequence[str]) -> bool:
-    """A whole name means that rival alone, though it be a part of another's."""
+    """Returns whether a word selects a rival. A word that is the full name of a rival selects only that rival, even if
+    other names contain it."""
     return name == word if word in names else word in name
 
 
@@ -131,7 +137,7 @@ def title(world: World) -> str:
 
 
 def guessed_seconds(world: World, rival: Rival) -> float:
-    """Of one turn of a rival: only for the progress bar."""
+    """Returns the estimated time of one turn of a rival. It is only used for the progress bar."""
     if world.gpu is not None:
         weights = world.gpu.blocks * 12 * world.gpu.dim**2
         seconds = 6 * weights * world.gpu.tokens_per_microbatch / GPU_FLOPS

@@ -1,7 +1,8 @@
-"""How much memory a rival takes: in a world of its own, untimed, because a process keeps what the rival before freed.
+"""Measures the memory of a rival on a CPU. Each rival runs in separate processes and is not timed, because a process
+keeps memory that an earlier rival has freed.
 
-Measured is by how much the peak of a process's resident size exceeds its size before anything was made: weights and
-their versions, gradients, optimizer state, activations and messages. Linux only.
+The result is the peak resident size of a process minus its resident size before anything was created. So it includes
+weights and their versions, gradients, optimizer state, activations and messages. It works only on Linux.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NUM_STEPS = 3
 
 
 def peak_memory(rival: Rival, world: World) -> list[int] | None:
-    """Bytes on every process; None where they cannot be told."""
+    """Returns the bytes of every process. None means that they cannot be measured."""
     if platform.system() != "Linux":
         return None
     worker = partial(_grow, rival=rival, world=world)

@@ -1,5 +1,5 @@
-"""A bar over the whole matrix, drawn on stage 0 between two turns: a thread that draws would cost a rival time. With
-GPUs, the process that started the stages draws it."""
+"""The progress bar over the whole matrix. Stage 0 draws it between two turns, because a drawing thread would cost a
+rival time. With GPUs, the process that started the stages draws it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .turns import Turn, World
 
 
 class Bar:
-    """Called with a turn before it, and with None after the last one of a world. It draws where it is called."""
+    """Draws the progress when it is called: with a turn before that turn, and with None after the last turn of a world.
+    It draws in the process that calls it."""
 
     def __init__(self, matrix: Sequence[World], index: int) -> None:
         self._world = matrix[index]

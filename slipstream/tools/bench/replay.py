@@ -1,7 +1,8 @@
-"""What torch's schedules with two chunks per process allow in theory.
+"""Computes the ideal step time of torch's schedules with two chunks per process.
 
-They compute the order of every process's actions beforehand and keep it in `pipeline_order`. Here it is replayed with
-nominal costs and free messages. All other schedules have their like in slipstream's simulator.
+These schedules compute the order of every process's actions in advance and keep it in `pipeline_order`. This module
+replays that order with nominal costs and messages that take no time. For all other schedules, slipstream's simulator
+has an equivalent.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ NUM_REPLAYED_STEPS = 4
 
 @dataclass(frozen=True)
 class _Played:
-    """One action of torch: F forward, B joint backward, I and W its halves for input and weight."""
+    """One action of a torch schedule. F is a forward, B a full backward, I and W are its halves for input and
+    weight."""
 
     chunk: int
     op: str
     microbatch: int
 
     def key(self) -> tuple[int, str, int]:
-        """What others need of a backward is the gradient of its input, which the half for the input gives as well."""
+        """Returns the key under which other actions wait for this one. I has the key of B, because others need only the
+        gradient of the input from a backward."""
         return self.chunk, "B" if self.op == "I" else self.op, self.microbatch
 
     def requires(self, num_chunks: int) -> list[tuple[int, str, int]]:
@@ -38,8 +41,8 @@ class _Played:
         return [own] if self.chunk == num_chunks - 1 else [own, (self.chunk + 1, "B", self.microbatch)]
 
     def cost(self) -> float:
-        """In the work of one process with one chunk on one microbatch. torch does not part the backward of the first
-        chunk: all of it is done where its half for the weight stands."""
+        """Returns the cost, in units of the work of one process with one chunk on one microbatch. torch does not split
+        the backward of the first chunk: it does the whole backward at W, so I costs nothing there."""
         halves = {"I": 0.0, "W": 1.0} if self.chunk == 0 else {"I": 0.5, "W": 0.5}
         return FORWARD_SHARE if self.op == "F" else BACKWARD_SHARE * halves.get(self.op, 1.0)
 
@@ -47,9 +50,9 @@ class _Played:
 def replayed_step_time(
     order: Mapping[int, Sequence[object]], placement: Placement, work: Sequence[float]
 ) -> float | None:
-    """The time from one step to the next when every process plays its actions step after step, each as soon as what it
-    needs is there, in units of the work of a process whose share is 1 on one microbatch. None if the order cannot be
-    played to its end, should torch ever write it in another way."""
+    """Returns the time from one step to the next. Every process runs its actions in order, step after step, each as
+    soon as its inputs are ready. The unit is the work of a process whose share is 1 on one microbatch. None means that
+    the order cannot be replayed to its end; this can happen if torch changes the format."""
     if sorted(order) != list(range(placement.num_processes)):
         return None
     num_processes, num_chunks = placement.num_processes, placement.num_chunks
@@ -78,8 +81,8 @@ def replayed_step_time(
 
 
 def _flatten(actions: Sequence[object]) -> list[_Played]:
-    """From the text of torch's actions, such as 2F5, or (2F5;1B0)OVERLAP_F_B for two that are to overlap and that torch
-    plays one after the other. Empty slots are None."""
+    """Parses the text of torch's actions. One action is written 2F5. Two actions that may overlap are written
+    (2F5;1B0)OVERLAP_F_B; torch runs them one after the other. None is an empty slot."""
     texts = [
         text for action in actions if action is not None for text in re.findall(r"(\d+)([FBIW])(\d+)", str(action))
     ]

@@ -1,4 +1,4 @@
-"""From what was measured to what is said: rows, a Markdown table, and the file with every round."""
+"""Turns the measurements into rows, a Markdown table, and a JSON document with every round."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
 from .turns import Outcome, Round, World
 
 YARDSTICK = "torch 1F1B"
-"""On GPUs, what the others' speed is compared with."""
+"""The rival to which the speed of all others is compared on GPUs."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Over rounds."""
+    """Median, lowest and highest value over rounds."""
 
     median: float
     lowest: float
@@ -36,31 +36,33 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """A rival in a world."""
+    """The results of one rival in one world."""
 
     name: str
     step_seconds: Spread | None
-    """None: it has no round, and `failure` says why."""
+    """Time of a step. None means that the rival completed no round; `failure` has the reason."""
     per_second: float | None
-    """Microbatches, or tokens where the compute is real."""
+    """Microbatches per second for emulated compute, otherwise tokens per second."""
     utilisation: Spread | None
     ideal: float | None
     busy: float | None
-    """slipstream: the share of a step in which a stage computes or makes an update in turn; the median over rounds."""
+    """Share of a step in which a stage computes or updates in the foreground. Median over rounds; only for
+    slipstream."""
     overhead_seconds: float | None
     overhead_cpu_seconds: float | None
-    """slipstream: the executor's own time per action, averaged over stages."""
+    """Executor's own time per action, averaged over stages: wall time above, CPU time here. Only for slipstream."""
     predicted_seconds: float | None
-    """slipstream: the simulator's step time, fed the costs of the same round; the median."""
+    """Step time that the simulator predicts from the costs of the same round. Median over rounds; only for
+    slipstream."""
     difference: float | None
-    """How far that is off the measured step time of its round, relative to it; the median."""
+    """Relative difference of the predicted from the measured step time of the same round. Median over rounds."""
     memory_bytes: int | None
-    """Of the process that takes the most."""
+    """Memory of the process that uses the most."""
     failure: str = ""
 
 
 MAX_UTILISATION, MAX_DIFFERENCE = 1.02, 0.1
-"""Beyond which a row is doubted."""
+"""Limits above which a table prints a warning about a row (`doubts`)."""
 
 
 def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[list[int] | None]) -> list[Row]:
@@ -70,7 +72,7 @@ def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[list[int
 
 def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int] | None) -> Row:
     rival, rounds = outcome.rival, outcome.rounds
-    if world.workload != "emulated":  # the work is what the processes need without a pipeline, in the same round
+    if world.workload != "emulated":  # the work is the time without a pipeline, in the same round
         works = [each.facts["mean_stage_seconds"] for each in bare.rounds] if bare else []
     else:
         works = [nominal_seconds(rival, world)] * len(rounds)
@@ -103,7 +105,7 @@ def _busy_share(num_microbatches: int, measured: Round) -> float:
 
 
 def prediction_errors(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """By workload: the median over the matrix of how far the simulator is off, whatever the sign."""
+    """Returns, by workload, the median over the matrix of the absolute relative error of the simulator."""
     errors: dict[str, list[float]] = {}
     for world, row in ((world, row) for world, of_world in zip(worlds, rows, strict=True) for row in of_world):
         if row.difference is not None:
@@ -114,13 +116,13 @@ def prediction_errors(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) ->
 # ---- Markdown
 
 Column = tuple[str, Callable[[Row], str]]
-"""Its name, and what it says of a row."""
+"""Name of a column, and a function that returns its text for a row."""
 
 
 def markdown(
     worlds: Sequence[World], rows: Sequence[Sequence[Row]], notes: Sequence[Sequence[str]] | None = None
 ) -> str:
-    """notes: lines below each table."""
+    """Returns all tables and the summary. notes: the lines below each table."""
     tables = [table_of(*each) for each in zip(worlds, rows, notes or [()] * len(worlds), strict=True)]
     return "\n".join([*tables, *summary(worlds, rows)]) + "\n"
 
@@ -142,7 +144,7 @@ def table_of(world: World, rows: Sequence[Row], notes: Sequence[str] = ()) -> st
 
 
 def doubts(row: Row) -> list[str]:
-    """What a reader should know before believing a row."""
+    """Returns warnings about a row that a reader should know."""
     found = []
     if row.utilisation is not None and row.utilisation.median > MAX_UTILISATION:
         found.append(
@@ -203,7 +205,7 @@ def _columns(world: World, rows: Sequence[Row]) -> list[Column]:
 
 
 def notes_of(world: World, outcomes: Sequence[Outcome], readings: Mapping[str, Spread]) -> list[str]:
-    """On GPUs: what the rows have in common."""
+    """Returns, on GPUs, notes that apply to all rows of a world."""
     if world.gpu is None:
         return []
     notes = []
@@ -246,7 +248,8 @@ def document(
     started: datetime.datetime,
     gpu: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything: settings, every round of every rival, and the rows made from them. gpu: what is known of it."""
+    """Returns all results: settings, every round of every rival, and the rows computed from them. gpu: the description
+    of the GPU."""
     return {
         "started": started.isoformat(timespec="seconds"),
         "machine": {

@@ -1,11 +1,11 @@
-"""One GPU as a pipeline of GPUs: each process gets a share of its multiprocessors, through CUDA's MPS.
+"""Splits one GPU into slices for a pipeline: CUDA's MPS gives each process a share of the multiprocessors.
 
     with sliced(4, clock_mhz=1100) as gpu:
-        ...                      # processes that are started here find the service in their environment
+        ...                      # processes that start here find the service in their environment
         print(gpu.take_readings())
 
-The multi-process service (MPS) is a daemon of this command's own, in a folder of its own. Whatever happens inside, it
-is gone afterwards, and the environment and the clock are as they were.
+The multi-process service (MPS) is a daemon that `sliced` starts in a temporary folder. At the end `sliced` stops it and
+restores the environment and the clock, also after an error.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from .results import Spread
 
 CONTROL = "nvidia-cuda-mps-control"
 MAX_CONNECTIONS = "8"
-"""Work queues of a process. All clients of the service share one pool: four of them with 32 each do not start."""
+"""Number of hardware work queues per process (CUDA_DEVICE_MAX_CONNECTIONS). All clients of the service share one pool
+of queues: four clients with 32 each fail to start."""
 START_SECONDS, QUIT_SECONDS, SERVER_QUIT_SECONDS = 30.0, 15.0, 5
 SAMPLE_SECONDS = 1.0
 READINGS = {"sm_clock_mhz": "clocks.sm", "power_watts": "power.draw"}
-"""What is sampled: its name here, and nvidia-smi's."""
+"""Values to sample: our name, and the name in nvidia-smi."""
 
 
 class Gpu:
-    """What `sliced` gives: the service, if there is one, and what nvidia-smi says."""
+    """The GPU that `sliced` yields: controls the MPS daemon, if there is one, and reads nvidia-smi."""
 
     def __init__(self, folder: Path | None, target: Sequence[str]) -> None:
-        """folder: of the service; None: there is none. target: nvidia-smi's options that name the GPU; none: all."""
+        """folder: the folder of the MPS daemon. None means that there is no daemon. target: the options of nvidia-smi
+        that select the GPU. Empty means all GPUs."""
         self._folder, self._target = folder, list(target)
         self._samples: dict[str, list[float]] = {name: [] for name in READINGS}
         self._clock_mhz: int | None = None
@@ -53,7 +55,7 @@ class Gpu:
     def start(self) -> None:
         if self._folder is None:
             return
-        said = self._folder / "start.txt"  # a file: the daemon would keep a pipe open
+        said = self._folder / "start.txt"  # a file, because the daemon would keep a pipe open
         with said.open("w", encoding="utf-8") as file:
             started = subprocess.run(
                 [CONTROL, "-d"], stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=START_SECONDS
@@ -63,7 +65,7 @@ class Gpu:
             raise RunFailure(f"{CONTROL} does not start ({reason}): use --no-slices, with a GPU for every stage")
 
     def stop(self) -> None:
-        """Asks the daemon to quit, and ends what is left of it and its server."""
+        """Asks the daemon to quit. Kills the daemon and its server if they do not."""
         if self._folder is None:
             return
         pids = [int(word) for word in self._ask("get_server_list").split() if word.isdigit()]
@@ -77,7 +79,7 @@ class Gpu:
         _await_end(pids)
 
     def restart(self) -> None:
-        """After a process was killed, the service refuses the next ones."""
+        """Restarts the daemon. After a client process was killed, the daemon refuses new clients."""
         self.stop()
         self.start()
 
@@ -104,11 +106,11 @@ class Gpu:
         while not ended.wait(SAMPLE_SECONDS):
             for values in self._query(",".join(READINGS.values())):
                 for name, value in zip(READINGS, values, strict=False):
-                    with suppress(ValueError):  # [N/A]
+                    with suppress(ValueError):  # nvidia-smi prints [N/A] for an unknown value
                         self._samples[name].append(float(value))
 
     def take_readings(self) -> dict[str, Spread]:
-        """Clock and power since this was asked before: of what there are samples."""
+        """Returns the spread of clock and power since the last call. A value without samples is left out."""
         taken, self._samples = self._samples, {name: [] for name in READINGS}
         return {name: spread for name, values in taken.items() if (spread := Spread.of(values)) is not None}
 
@@ -124,7 +126,7 @@ class Gpu:
         }
 
     def _query(self, fields: str) -> list[list[str]]:
-        """A list of values for every GPU; empty where nvidia-smi does not answer."""
+        """Returns a list of values for every GPU. The result is empty if nvidia-smi fails."""
         answer = self._smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
         lines = answer.stdout.splitlines() if answer is not None and not answer.returncode else []
         return [[value.strip() for value in line.split(",")] for line in lines]
@@ -141,9 +143,14 @@ class Gpu:
 def sliced(
     num_processes: int, share: int | None = None, clock_mhz: int | None = None, mps: bool = True
 ) -> Iterator[Gpu]:
-    """share: percent of the multiprocessors for each process; None: as even as it can be. clock_mhz: that the GPU is
-    locked at; None: it is left alone, for it may be another's too. mps: False leaves every process a GPU of its own,
-    and only clock and power are watched."""
+    """Starts MPS, locks the clock and samples clock and power inside the `with` block.
+
+    share: percent of the multiprocessors for each process. None means 100 divided by num_processes.
+
+    clock_mhz: the frequency at which the GPU's clock is locked. None means that the clock is not changed, because other
+    users may share the GPU.
+
+    mps: False means that every process has its own GPU. Then only clock and power are sampled."""
     if mps and shutil.which(CONTROL) is None:
         raise UsageError(f"{CONTROL} is not installed, which shares one GPU among stages: use --no-slices")
     stack = ExitStack()
@@ -151,12 +158,12 @@ def sliced(
         try:
             yield _open(stack, num_processes, share, clock_mhz, mps)
         finally:
-            with _on_sigterm(signal.SIG_IGN, signal.SIGINT):  # nothing here may be left half done
+            with _on_sigterm(signal.SIG_IGN, signal.SIGINT):  # the cleanup must not be interrupted
                 stack.close()
 
 
 def _open(stack: ExitStack, num_processes: int, share: int | None, clock_mhz: int | None, mps: bool) -> Gpu:
-    """stack: of what has to be undone."""
+    """Sets up everything, and registers on `stack` how to undo it."""
     folder = Path(tempfile.mkdtemp(prefix="mps-")) if mps else None
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     gpu = Gpu(folder, ["-i", first] if mps else [])
@@ -177,7 +184,7 @@ def _open(stack: ExitStack, num_processes: int, share: int | None, clock_mhz: in
 
 
 def _environment(folder: Path, share: int) -> dict[str, str]:
-    """Of the daemon and of its clients."""
+    """Returns the environment variables of the daemon and its clients."""
     paths = {"CUDA_MPS_PIPE_DIRECTORY": folder / "pipes", "CUDA_MPS_LOG_DIRECTORY": folder / "log"}
     for path in paths.values():
         path.mkdir()
@@ -189,7 +196,7 @@ def _environment(folder: Path, share: int) -> dict[str, str]:
 
 
 def _set_environment(values: Mapping[str, str]) -> Callable[[], None]:
-    """Returns what restores it."""
+    """Sets the variables. Returns a function that restores them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
 
@@ -204,7 +211,7 @@ def _set_environment(values: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _is_service(pid: int) -> bool:
-    """Whether a process runs, and is the daemon or a server of it."""
+    """Returns whether the process runs and is the MPS daemon or its server."""
     try:
         found = re.match(r"\d+ \((.*)\) (\w)", Path(f"/proc/{pid}/stat").read_text(encoding="utf-8"))
     except OSError:
@@ -224,8 +231,8 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _on_sigterm(handler: Any, *others: signal.Signals) -> Iterator[None]:
-    """For a while, where signals are handled at all. A handler of somebody else's ends the run in its own way, and is
-    replaced only together with `others`."""
+    """Installs a handler for SIGTERM and `others` inside the `with` block, if this is the main thread. Without `others`
+    it does not replace an existing SIGTERM handler, because that handler ends the run in its own way."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGTERM, *others] if others or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
     before = {number: signal.signal(number, handler) for number in numbers} if is_main else {}

@@ -1,4 +1,5 @@
-"""What a rival's schedule allows, and what the simulator makes of slipstream's measured costs."""
+"""Computes the ideal utilisation of a rival's schedule, and the step time that the simulator predicts from slipstream's
+measured costs."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ from .turns import Round, World
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, work_of
 
 SAME_AS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "one_f_one_b"}
-"""torch's schedules that slipstream has too."""
+"""torch's schedules that slipstream has too, by class name."""
 NUM_SETTLING_STEPS = 8
-"""Simulated beyond those that fill the pipeline, so that stages of unequal cost have settled."""
+"""Number of simulated steps after the pipeline has filled. Stages of unequal cost need them to reach a steady state."""
 
 
 def nominal_seconds(rival: Rival, world: World) -> float:
-    """Emulated: the work of a process in a step, averaged over processes."""
+    """Returns the work of a process in a step of emulated compute, averaged over processes."""
     share = fmean(work_of(world.num_stages, world.unbalanced))
     return share * rival.num_microbatches * (FORWARD_SECONDS + BACKWARD_SECONDS)
 
 
 def ideal_utilisation(rival: Rival, world: World, facts: dict[str, float]) -> float | None:
-    """With nominal costs, a backward twice a forward, and nothing else but injected latency; None if unknown."""
+    """Returns the utilisation with nominal costs: a backward costs two forwards, injected latency counts, and
+    everything else is free. None means that it is unknown."""
     if rival.engine == "bare":
         work = work_of(world.num_stages, world.unbalanced)
         return fmean(work) / max(work)
@@ -60,8 +62,8 @@ def ideal_utilisation(rival: Rival, world: World, facts: dict[str, float]) -> fl
 
 
 def predicted_seconds(rival: Rival, world: World, measured: Round) -> float:
-    """slipstream: the step time that the simulator gives for the same schedule, number of steps and steady window, fed
-    what the actions, the executor and a message took."""
+    """Returns the step time that the simulator predicts for slipstream. It simulates the same schedule, number of steps
+    and steady window, with the measured times of the actions, the executor and a message."""
     schedule = rival.plan(world.num_stages, world.num_steps)
     stages = measured.costs
     in_background = schedule.traits.has_slack

@@ -1,7 +1,8 @@
-"""The interleaved run: all rivals take turns in one world of processes, round after round, so noise hits all of them.
+"""Runs the rivals interleaved: they take turns in one world of processes, round after round, so that noise affects all
+of them.
 
-A rival that fails takes its world down. The others go on in a new one, from where they were: stage 0 keeps a log of
-what has been begun and what has ended, which outlives it.
+If a rival fails, all processes of its world end. The other rivals continue in a new world where they stopped: stage 0
+keeps a log file of all turns that have started and ended, and the file outlives the process.
 """
 
 from __future__ import annotations
@@ -34,46 +35,47 @@ from .links import link_latency, message_seconds
 from .workloads import DIVISIBLE, SEQUENCE_LENGTH, GpuSetting, sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
-"""Without a message, after which a rival counts as hanging."""
+"""Time without a message after which a rival counts as hanging."""
 GPU_TIMEOUT_SECONDS = 60.0
-"""The same on GPUs, and of a whole turn: NCCL does not always notice that it hangs."""
+"""The same timeout on GPUs. There it also limits a whole turn, because NCCL does not always detect that it hangs."""
 LAST_RESORT_SECONDS = 15.0
-"""After that, when a process could not even say so."""
+"""Additional time after which a process ends itself without a message, if it could not report the timeout."""
 LOOK_SECONDS = 0.2
-"""Between two looks of this process at the log."""
+"""Time between two reads of the log by the parent process."""
 MAX_REASON_LENGTH = 400
 MODEL_DIM = 256
-"""Width of a real message, for the ping."""
+"""Width of a message of the real workload, for the ping."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Rivals that compete, and on what."""
+    """A set of rivals, and the workload, number of stages and number of rounds with which they run."""
 
     workload: str
-    """emulated, real or cuda."""
+    """Workload: emulated, real or cuda."""
     num_stages: int
     rivals: tuple[Rival, ...]
     num_rounds: int
     num_steps: int
-    """Of a run; 5 or more, of which at most four are not steady."""
+    """Number of steps in a run. At least 5, because `steady` drops the ends of up to three steps, and a step time needs
+    two ends."""
     unbalanced: bool = False
     shared_memory: bool = True
-    """slipstream's messages; torch's always go over gloo."""
+    """Whether slipstream's messages use shared memory. torch's messages always use gloo."""
     gpu: GpuSetting | None = None
-    """Of the workload cuda."""
+    """Setting of the workload cuda. None for the other workloads."""
 
     @property
     def units_per_microbatch(self) -> int:
-        """Tokens; where compute is emulated, the microbatch itself."""
+        """Returns the tokens of a microbatch, or 1 for emulated compute, which counts microbatches."""
         if self.gpu is not None:
             return self.gpu.tokens_per_microbatch
         return SEQUENCE_LENGTH if self.workload == "real" else 1
 
     @property
     def layers(self) -> str | GpuSetting:
-        """The workload as `run` takes it. One rival that asks for half a backward, and all get layers that can give
-        it."""
+        """Returns the workload as an argument of `run`. If one rival splits backwards into halves, all rivals get
+        layers that support this."""
         if self.gpu is not None:
             return self.gpu
         is_divided = self.workload == "emulated" and any(rival.schedule in SPLITTING for rival in self.rivals)
@@ -82,27 +84,28 @@ class World:
 
 @dataclass(frozen=True)
 class Round:
-    """One run of a rival, all stages together."""
+    """Measurements of one run of a rival, over all stages."""
 
     seconds_per_step: float
-    """On the slowest stage."""
+    """Time of a step on the slowest stage."""
     costs: tuple[StageCosts, ...] = ()
-    """Of every stage of slipstream."""
+    """Costs of every stage. Empty for rivals that are not slipstream's."""
     message_seconds: float = 0.0
-    """From one stage to the next, as a ping at the start of the world took, injected latency included."""
+    """Time of a message from one stage to the next, including injected latency. A ping at the start of the world
+    measures it."""
     facts: dict[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None
-    """On GPUs: the most that a process had allocated."""
+    """Largest allocated memory of a process. None means that there is no GPU."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rival in one world."""
+    """All rounds of one rival in one world."""
 
     rival: Rival
     rounds: tuple[Round, ...]
     failure: str = ""
-    """Why there are no more rounds."""
+    """Reason why there are no more rounds. Empty if there is none."""
 
     @property
     def seconds_per_step(self) -> list[float]:
@@ -114,12 +117,12 @@ class Outcome:
 
 
 Turn = tuple[int, int]
-"""A round, and the index of the rival that runs."""
+"""Number of a round, and index of the rival that runs."""
 OnTurn = Callable[[Turn | None], None]
 
 
 class Stopped(Exception):
-    """Somebody has seen enough. What is known until then is not lost."""
+    """Raised when the user interrupts a world. It carries the outcomes until then."""
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         super().__init__()
@@ -127,16 +130,19 @@ class Stopped(Exception):
 
 
 def _say_nothing(turn: Turn | None) -> None:
-    """For those who do not want to know."""
+    """Does nothing: the default for on_turn."""
 
 
 def compete(
     world: World, on_turn: OnTurn = _say_nothing, after_failure: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    """Every rival, in the world's order. on_turn is called before every turn, and with None after the last: on stage 0,
-    in its process, or on GPUs in this one, because it need not be such that it can be sent there. after_failure is
-    called when a world has ended before its time."""
-    torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    """Runs a world and returns the outcome of every rival, in the order of world.rivals.
+
+    on_turn: called before every turn, and with None after the last one. On CPUs the process of stage 0 calls it. On
+    GPUs this process calls it, because spawned processes could receive it only if it can be pickled.
+
+    after_failure: called when the processes of a world ended too early."""
+    torch.set_num_threads(1)  # this process computes nothing, and fork is safe if there was never a second thread
     todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.rivals))]
     rounds: list[list[Round]] = [[] for _ in world.rivals]
     failures = [""] * len(world.rivals)
@@ -184,9 +190,9 @@ def compete(
 
 
 def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
-    """What went wrong, if anything did, as one line."""
+    """Starts the stages and waits for them. Returns the reason of a failure as one line, or None."""
     options: dict[str, Any] = {"start_method": "fork" if platform.system() == "Linux" else None}
-    if world.gpu is not None:  # a process that is spawned has this one's environment, and nothing of its CUDA
+    if world.gpu is not None:  # a spawned process inherits the environment but no CUDA state
         options = {"device": "cuda", "share_gpu": world.gpu.share is not None, "start_method": "spawn"}
     try:
         launch(
@@ -203,13 +209,13 @@ def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
 
 @contextmanager
 def _following(log: Path, on_turn: OnTurn) -> Iterator[None]:
-    """Calls on_turn in this process when the log says that a turn has begun."""
+    """Calls on_turn in this process when the log shows that a turn has started."""
     ended = threading.Event()
 
     def follow() -> None:
         num_known = 0
         while not ended.wait(LOOK_SECONDS):
-            lines = log.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may not be complete
+            lines = log.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
             entries = [json.loads(line) for line in lines[num_known:]]
             num_known = len(lines)
             if turns := [entry["turn"] for entry in entries if len(entry) == 1]:
@@ -233,8 +239,8 @@ def _round_from(values: dict[str, Any]) -> Round:
 
 
 def settle_stage(stage: int, num_stages: int) -> None:
-    """One thread, plain BLAS and exact sleeps, on every stage and for every rival. Where cores are fewer than stages,
-    each stage keeps to one of them, and neighbours to different ones."""
+    """Sets up a stage process equally for every rival: one thread, BLAS without oneDNN, and exact sleeps. If there are
+    fewer cores than stages, it pins each stage to one core, and neighbours to different cores."""
     if platform.system() == "Linux" and num_stages > len(cores := sorted(os.sched_getaffinity(0))):
         os.sched_setaffinity(0, {cores[stage % len(cores)]})
     torch.set_num_threads(1)
@@ -243,19 +249,19 @@ def settle_stage(stage: int, num_stages: int) -> None:
 
 
 def meet(transport: Transport) -> None:
-    """Returns when all stages have come here."""
+    """Waits until all stages have called this function."""
     gather_objects(transport, b"", lambda: "the other stages to begin")
 
 
 def _take_turns_on_gpu(transport: Transport, world: World, todo: Sequence[Turn], log: Path) -> None:
     assert isinstance(transport, ProcessTransport)
-    with transport.process_group():  # for as long as the world lasts: a group of NCCL's takes seconds to make
+    with transport.process_group():  # kept for the whole world, because creating an NCCL group takes seconds
         _take_turns(transport, world, todo, log, _say_nothing)
 
 
 @contextmanager
 def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
-    """Ends this process, with a word to the others, when a rival hangs."""
+    """Ends this process if a rival hangs, after it has notified the other stages."""
 
     def give_up() -> None:
         faulthandler.dump_traceback()
@@ -274,7 +280,7 @@ def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
 
 
 def _message(world: World, transport: Transport) -> torch.Tensor:
-    """Like those that pass between stages."""
+    """Returns a tensor with the shape of the messages between stages."""
     if world.gpu is not None:
         assert isinstance(transport, ProcessTransport)
         return world.gpu.activations(transport.device)

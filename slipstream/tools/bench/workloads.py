@@ -1,8 +1,8 @@
-"""What the rivals train: stages that sleep, which show the schedule and nothing else, a small decoder, and on GPUs a
-larger one.
+"""The workloads of the benchmark: stages that sleep, which show only the effect of the schedule, a small decoder, and a
+larger decoder for GPUs.
 
-A workload is a list of layers and how many of them every chunk gets. A process holds one chunk or two, by the rival's
-schedule; whatever the number, its work is the same.
+A workload is a list of layers and the number of layers in every chunk. The rival's schedule decides whether a process
+holds one chunk or two. The work of a process is the same in both cases.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from ...pipeline.partition import cut
 from ...precision import Precision
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
-"""Of an emulated process and microbatch, in all its chunks together."""
+"""Times of an emulated process for one microbatch, over all its chunks."""
 SLOW_FACTOR = 1.5
-"""How much more one process has to do where the workload is unbalanced."""
+"""Work of the slow process relative to the others, if the workload is unbalanced."""
 SEQUENCE_LENGTH = 256
-"""Tokens of a real microbatch, which is one sequence."""
+"""Tokens in a microbatch of the real workload, which is one sequence."""
 HEAD_DIM = 128
-"""Of the decoder on GPUs."""
+"""Dimension of a head of the decoder on GPUs."""
 NUM_GPU_MICROBATCHES = 8
-"""That differ; then they come again."""
+"""Number of different microbatches. They repeat in a cycle."""
 NUM_GPU_WARM_UP_STEPS = 3
-"""In which memory is reserved, kernels are chosen and links are connected."""
+"""Number of steps in which memory is reserved, kernels are selected and links are connected."""
 
 
 @dataclass(frozen=True)
 class Workload:
     model: nn.Sequential
     sizes: list[int]
-    """Layers of every chunk, in the order in which a microbatch passes through them."""
+    """Number of layers in every chunk, in the order in which a microbatch passes through the chunks."""
     data: Callable[[int, int], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     prepare: Callable[[nn.Sequential], None] | None = None
-    """Gives a chunk its weights; None: the model has them."""
+    """Function that gives a chunk its weights. None means that the model already has them."""
     activations: Callable[[], Tensor] | None = None
-    """Makes something like what passes between chunks; None: it has to be computed."""
+    """Function that creates a tensor like those that pass between chunks. None means that it must be computed."""
     num_warm_up_steps: int = 0
-    """Steps of a run that count for nothing, before those of which `steady` chooses."""
+    """Number of steps at the start of a run that are not measured. `steady` drops further steps after them."""
     groups: Sequence[Group] = ()
-    """slipstream: parameter groups to use instead of the optimizer."""
+    """Parameter groups that slipstream uses instead of the optimizer."""
     precision: Precision | None = None
-    """slipstream: of working copies and of gradients, if not the layers' own."""
+    """Precision of slipstream's working copies and gradients. None means that of the layers."""
 
     def chunk(self, index: int) -> nn.Sequential:
         layers = cut(self.model, self.sizes, index)
@@ -68,11 +68,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which process holds which chunks."""
+    """Assignment of chunks to processes."""
 
     num_processes: int
     shape: str = "single"
-    """single: one chunk each. loop: process i has chunks i and P + i. v: i and 2P - 1 - i."""
+    """Rule of the assignment. single: one chunk per process. loop: process i has chunks i and P + i. v: process i has
+    chunks i and 2P - 1 - i."""
 
     @property
     def num_chunks(self) -> int:
@@ -87,7 +88,7 @@ class Placement:
 
 
 def work_of(num_processes: int, unbalanced: bool) -> list[float]:
-    """The share of work of every process: 1, or more on the one in the middle."""
+    """Returns the relative work of every process: 1, or SLOW_FACTOR for the middle process if unbalanced."""
     slow = num_processes // 2 if unbalanced else None
     return [SLOW_FACTOR if process == slow else 1.0 for process in range(num_processes)]
 
@@ -96,7 +97,8 @@ def work_of(num_processes: int, unbalanced: bool) -> list[float]:
 
 
 def sleep_precisely() -> None:
-    """Linux lets a sleep end up to 50 microseconds late to save power; this thread asks it not to."""
+    """Asks Linux for exact sleeps in this thread. By default a sleep may end up to 50 microseconds late to save
+    power."""
     if platform.system() == "Linux":
         set_timer_slack, one_nanosecond = 29, 1
         ctypes.CDLL(None).prctl(set_timer_slack, one_nanosecond, 0, 0, 0)
@@ -107,12 +109,12 @@ def _sleep_until(moment: float) -> None:
 
 
 class _Pace:
-    """When what a layer's backward has done so far should have ended. A backward's nodes share one, so that the time
-    between them counts as theirs."""
+    """The target end time of the backward of a layer so far. All nodes of the backward share one instance, so that the
+    time between the nodes counts as part of their time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        """Of either half."""
+        """Time of each half."""
         self._ends_at = 0.0
 
     def begin(self) -> None:
@@ -124,7 +126,7 @@ class _Pace:
 
 
 class _Whole(torch.autograd.Function):
-    """A backward in one piece."""
+    """A layer whose backward is one node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -141,7 +143,8 @@ class _Whole(torch.autograd.Function):
 
 
 class _Meet(torch.autograd.Function):
-    """Where the paths of input and weight meet. It is the first node of a backward, and of either half of one."""
+    """The node where the paths of input and weight join. It is the first node of a backward, and also of each half of a
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pace: _Pace) -> Tensor:
@@ -156,7 +159,8 @@ class _Meet(torch.autograd.Function):
 
 
 class _Path(torch.autograd.Function):
-    """The way to the input, or to the weight: half of a backward. Autograd goes it only if that gradient is wanted."""
+    """The path to the input or to the weight, which is half of a backward. Autograd runs it only if that gradient is
+    needed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, pace: _Pace) -> Tensor:
@@ -171,9 +175,11 @@ class _Path(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Takes exactly as long as it is told, its arithmetic included. Divisible: half of the backward's time goes to the
-    gradient of the input and half to that of the weight, for schedules that ask for one of them alone. That takes three
-    nodes where one does, all of them Python, and stages that share cores feel it: only where it is needed."""
+    """A layer that takes exactly the given time, including its arithmetic.
+
+    divisible: half of the backward's time belongs to the gradient of the input and half to the gradient of the weight,
+    for schedules that request only one of them. This needs three Python nodes instead of one, which slows down stages
+    that share cores. So it is used only where a schedule needs it."""
 
     def __init__(self, forward_seconds: float, backward_seconds: float, divisible: bool = False) -> None:
         super().__init__()
@@ -187,7 +193,7 @@ class SleepingLayer(nn.Module):
             outputs = _Whole.apply(x, self.weight, self.backward_seconds)
         else:
             if torch.is_grad_enabled() and not x.requires_grad:
-                x = x.detach().requires_grad_()  # the first stage has a path to its input too, as above an embedding
+                x = x.detach().requires_grad_()  # so that the first stage has a path to its input too
             pace = _Pace(self.backward_seconds / 2)
             outputs = _Meet.apply(_Path.apply(x, pace), _Path.apply(self.weight, pace), pace)
         _sleep_until(ends_at)
@@ -221,8 +227,8 @@ def emulated(placement: Placement, unbalanced: bool = False, divisible: bool = F
 
 
 def real(placement: Placement, unbalanced: bool = False) -> Workload:
-    """Blocks of one size, two to a process and three to the slow one; wide, and with a byte vocabulary, so that
-    embedding and head weigh little."""
+    """Returns a small decoder with equal blocks: two for each process, three for the slow process. It is wide and has a
+    vocabulary of bytes, so that embedding and head cost little."""
     blocks_of = [round(2 * work) for work in work_of(placement.num_processes, unbalanced)]
     config = ModelConfig(
         vocab_size=256,
@@ -248,7 +254,7 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
 
 
 def layers_per_chunk(placement: Placement, blocks_of: Sequence[int]) -> list[int]:
-    """Layers of every chunk. blocks_of: every process."""
+    """Returns the number of layers in every chunk. blocks_of: the number of blocks of every process."""
     sizes = []
     for chunk in range(placement.num_chunks):
         process = placement.process(chunk)
@@ -266,19 +272,19 @@ def layers_per_chunk(placement: Placement, blocks_of: Sequence[int]) -> list[int
 
 @dataclass(frozen=True)
 class GpuSetting:
-    """The decoder that is trained on GPUs, and how those are shared out."""
+    """Sizes of the decoder that is trained on GPUs, and the share of a GPU for each process."""
 
     dim: int = 2048
     blocks: int = 4
-    """To a process; an even number, for the schedules that give it two chunks."""
+    """Number of blocks per process. It is even, because some schedules give a process two chunks."""
     sequence_length: int = 1024
     batch: int = 4
-    """Sequences to a microbatch."""
+    """Number of sequences in a microbatch."""
     vocabulary: int = 256
     tied: bool = False
-    """Embedding and head share a weight, for rivals that can."""
+    """Whether embedding and head share a weight, for rivals that support it."""
     share: int | None = None
-    """Percent of one GPU's multiprocessors for each process; None: a GPU for each."""
+    """Percent of one GPU's multiprocessors for each process. None means a separate GPU for each process."""
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -310,8 +316,10 @@ AS_TRAINED = Config(optimizer=OptimizerSection(newton_schulz_dtype="bfloat16"))
 def on_gpu(
     setting: GpuSetting, placement: Placement, device: torch.device, tied: bool = False, as_trained: bool = False
 ) -> Workload:
-    """A process makes its own layers alone, and on its device. as_trained: with Muon and error
-    feedback, masters and gradients in float32 and working copies in bfloat16; otherwise with AdamW, all in bfloat16."""
+    """Returns the decoder for GPUs. A process creates only its own layers, on its device.
+
+    as_trained: whether to train with Muon and error feedback, masters and gradients in float32 and working copies in
+    bfloat16. Otherwise it trains with AdamW, all in bfloat16."""
     config = setting.config(placement.num_processes, tied)
     with torch.device("meta"):
         model = decoder(config)
@@ -320,7 +328,7 @@ def on_gpu(
     def materialise(layers: nn.Sequential) -> None:
         layers.to(torch.float32 if as_trained else torch.bfloat16)
         layers.to_empty(device=device)
-        initialise(layers, config, seed=None)  # the tables of positions; weights are drawn where they are needed
+        initialise(layers, config, seed=None)  # only position tables here; the weights follow
         generator = torch.Generator(device).manual_seed(0)
         for name, parameter in layers.named_parameters():
             if name.endswith("norm.weight"):

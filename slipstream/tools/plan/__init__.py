@@ -1,1 +1,1 @@
-"""Predicts what a run would take, in time and in memory, before it is started."""
+"""Predicts the time and memory of a run before it is started."""

@@ -1,4 +1,4 @@
-"""What to do, in a few sentences, from what a search found."""
+"""Turns the results of a search into a recommendation of a few sentences."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .search import ALIKE, DATA_PARALLEL, Option, Search
 
 GIB = 2**30
 PREFERENCE = (DATA_PARALLEL, "one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
-"""Among what is equally fast: nothing to cut, then no delay, then one that is the same everywhere and can be made up
-for."""
+"""Order of preference among options of equal speed: first no cut, then no delay, then a delay that is the same on all
+stages and can be corrected."""
 MUCH = 0.05
-"""A difference in speed that is worth a sentence."""
+"""Relative difference in speed from which a sentence mentions it."""
 BIG_BUBBLE = 0.03
-"""That is worth its causes."""
+"""Bubble from which a sentence explains its causes."""
 
 
 @dataclass(frozen=True)
 class Advice:
     sentences: tuple[str, ...]
     choice: Option | None
-    """What they recommend; None if nothing fits."""
+    """Recommended option. None means that nothing fits."""
     command: str | None
-    """What to type next."""
+    """Command that runs the recommended option. None means that there is none."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was typed, to be typed again."""
+    """The user's input, from which the recommended command is built."""
 
     path: str | None
     default: Config
@@ -47,7 +47,7 @@ class Given:
 
 
 def advise(searches: Sequence[Search], options: Mapping[str, Option | str], given: Given) -> Advice:
-    """searches: from the one that saves no memory to the one that saves most."""
+    """Returns the recommendation. searches: in the order from no memory savings to all of them."""
     search = searches[0]
     found = {name: option for name, option in options.items() if isinstance(option, Option)}
     fitting = {name: option for name, option in found.items() if option.fits}
@@ -72,7 +72,7 @@ def advise(searches: Sequence[Search], options: Mapping[str, Option | str], give
 
 
 def worth(search: Search, option: Option) -> float:
-    """Tokens per second, less those that its delay costs."""
+    """Returns tokens per second divided by the token price of the delay."""
     return option.tokens_per_second / price(search, option)
 
 
@@ -168,7 +168,7 @@ def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Optio
 
 
 def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
-    """smallest: the search that saves most."""
+    """Returns the advice if no option fits. smallest: the search that saves the most memory."""
     pipelines = [option for option in found.values() if option.schedule not in (DATA_PARALLEL, FSDP)]
     if not pipelines:
         reason = "no schedule can be played with this batch: give another with --batch-tokens"
@@ -210,7 +210,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def _command(option: Option, given: Given) -> str:
-    """`slipstream train` with what was given and what was found."""
+    """Returns the command `slipstream train` with the user's options and those of the plan."""
     chosen: dict[str, Any] = {
         "pipeline.schedule": "two_bw" if option.schedule == "two_bw_double" else option.schedule,
         "pipeline.depth": "double" if option.schedule == "two_bw_double" else "minimum",

@@ -1,4 +1,4 @@
-"""How long a number of tokens would take, and how much of the devices is used: the first things asked of a plan."""
+"""Computes how long a number of tokens takes, and which share of the devices' peak is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from .advice import price
 from .search import Option, Search
 
 TOKENS_PER_PARAMETER = 20
-"""Of a budget that nobody chose (arXiv:2203.15556); of experts, those that a token goes through count."""
+"""Default budget in tokens per parameter (arXiv:2203.15556). With experts, only the parameters that a token uses
+count."""
 
 
 def default_budget(search: Search) -> float:
@@ -15,13 +16,14 @@ def default_budget(search: Search) -> float:
 
 
 def utilisation_of(search: Search, device: DeviceKind, option: Option) -> float:
-    """Model FLOPs of a second over what all devices could do (MFU): what is computed twice counts once."""
+    """Returns the model FLOP/s as a share of the peak of all devices (MFU). Recomputation does not count."""
     peak = device.flops_in(search.memory_model.dtypes.compute)
     return option.tokens_per_second * search.model.flops_per_token() / (search.cluster.num_devices * peak)
 
 
 def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: float | None) -> str:
-    """tokens: to train on, without delay; None: 20 to a parameter."""
+    """Returns a sentence about MFU and training time. tokens: number of tokens for a run without delay. None means 20
+    per parameter."""
     budget = default_budget(search) if tokens is None else tokens
     dearer = price(search, option)
     needed = budget * dearer

@@ -1,4 +1,5 @@
-"""Why a device idles: what of an option's bubble is the schedule's own, and what is not."""
+"""Splits the bubble of an option into its causes: the schedule itself, unequal stages, links, and sums over
+replicas."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from .search import Option, Search
 
 WORTH_A_WORD = 0.005
 EVEN = 0.03
-"""A cut whose slowest stage has so much more work than the mean is as good as even."""
+"""Relative excess of the slowest stage over the mean, below which a cut counts as even."""
 
 
 def idle_causes(search: Search, option: Option) -> dict[str, float]:
-    """Shares of a step, which add up to the bubble."""
+    """Returns the share of a step for each cause. The shares add up to the bubble."""
     costs = search.stage_costs(option.layers_per_stage, option.microbatch_size, option.num_replicas)
     num_stages, m = option.num_stages, option.num_microbatches
 

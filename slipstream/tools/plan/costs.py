@@ -1,11 +1,11 @@
-"""What every layer costs: read from a profile, or estimated from FLOPs and a data sheet.
+"""The costs of every layer: read from a profile, or estimated from FLOPs and a data sheet.
 
     costs = estimate(config, model, find_device("h200"))
     costs.stages([6, 5, 5, 2], microbatch_size=1, latency=0.0)      # StageCosts, for predict
 
-An estimate is a matrix product's FLOPs over a share of the device's peak in the dtype it is computed in, and for what
-only moves numbers (looking up embeddings, most of an update) bytes over the memory's bandwidth. It says which schedule
-and which cut are better, and roughly how fast; `slipstream profile` says how fast.
+A matrix product is estimated as its FLOPs divided by a share of the device's peak in the compute dtype. Operations that
+only move data (embedding lookups, most of an update) are estimated as bytes divided by memory bandwidth. An estimate
+shows which schedule and which cut are better, and the rough speed. `slipstream profile` measures the real speed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from .predict import StageCosts
 GIB = 2**30
 
 DENSE_EFFICIENCY, EXPERT_EFFICIENCY = 0.5, 0.25
-"""Shares of the peak in bf16 that stages of 8b and of moe-10b reached on an H200 (docs/guides/speed.md)."""
+"""Shares of the bf16 peak that stages of 8b and of moe-10b reached on an H200 (docs/guides/speed.md)."""
 
 
 def find_device(name: str, in_bf16: bool = False) -> DeviceKind:
-    """ "cpu" is one core of this machine: it has no data sheet, and is measured in a moment. in_bf16: in that too."""
+    """Returns a kind of device. "cpu" is one core of this machine, which is measured because it has no data sheet.
+    in_bf16: whether to measure bf16 too."""
     if name == "cpu":
         return _measure_core(in_bf16)
     if name not in DEVICE_KINDS:
@@ -49,7 +50,7 @@ def _measure_core(in_bf16: bool) -> DeviceKind:
     try:
         square, vector = torch.ones(512, 512), torch.ones(2**22)
         product = _shortest(lambda: square @ square)
-        small = torch.ones(128, 128, dtype=torch.bfloat16)  # which some cores are very slow at
+        small = torch.ones(128, 128, dtype=torch.bfloat16)  # some cores are very slow in bfloat16
         bf16_flops = 2 * 128**3 / _shortest(lambda: small @ small) if in_bf16 else None
         copy = _shortest(vector.clone)
     finally:
@@ -57,7 +58,7 @@ def _measure_core(in_bf16: bool) -> DeviceKind:
     bandwidth = 2 * vector.nbytes / copy
     try:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):  # not every system says
+    except (ValueError, OSError, AttributeError):  # not every system reports it
         memory = 0.0
     share = memory / (os.cpu_count() or 1)
     flops = 2 * 512**3 / product
@@ -76,15 +77,15 @@ def _shortest(action: Callable[[], object]) -> float:
 @dataclass(frozen=True)
 class ModelCosts:
     layers: tuple[LayerCost, ...]
-    """In the model's order, embedding and head included."""
+    """Costs of all layers in the order of the model, including embedding and head."""
     microbatch_size: int
-    """That they were measured or estimated for. Other sizes are taken to cost in proportion."""
+    """Microbatch size of the measurement or estimate. The costs of other sizes are assumed to be proportional."""
     source: str
-    """Where they come from, in words."""
+    """Origin of the costs, as text."""
     is_measured: bool
 
     def recomputing(self, names: Collection[str]) -> ModelCosts:
-        """The layers of these names are computed a second time before their backward."""
+        """Returns the costs if the layers with these names are recomputed before their backward."""
         layers = tuple(
             replace(layer, backward_input=layer.backward_input + layer.forward) if layer.name in names else layer
             for layer in self.layers
@@ -113,24 +114,26 @@ def measured_costs(profile: Profile, model: ModelSpec, path: Path) -> ModelCosts
 
 
 def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float | None = None) -> ModelCosts:
-    """efficiency: the share of the peak that products reach; None: as measured, less where there are experts."""
+    """Estimates the costs of all layers. efficiency: the share of the peak that matrix products reach. None means the
+    measured shares, which are lower for blocks with experts."""
     dense = DENSE_EFFICIENCY if efficiency is None else efficiency
     sparse = EXPERT_EFFICIENCY if efficiency is None else efficiency
     size = config.train.microbatch_size
     tokens, dtypes = size * model.sequence_length, precision_of(config)
     peak = device.flops_in(dtypes.compute)
     flops = peak * dense
-    # The gradient of a table, added to what is there: one written, the other read and written.
+    # The gradient of a table (embedding or head) is written, and then added to the existing gradient: one read and one
+    # more write.
     added = model.vocab_size * model.dim * (dtypes.compute.itemsize + 2 * dtypes.gradient.itemsize)
     names, per_token = model.layer_names, model.layer_flops()
-    # Products without weights, as in attention: their backward is all with respect to inputs.
+    # Matrix products without weights, as in attention: their whole backward is with respect to inputs.
     attention = model.weightless_flops()
     message = tokens * model.dim * dtypes.compute.itemsize
     embedding = LayerCost(
         names[0],
         forward=2 * message / device.memory_bandwidth,
         backward_input=0.0,
-        backward_weight=added / device.memory_bandwidth,  # of zeros, mostly
+        backward_weight=added / device.memory_bandwidth,  # mostly zeros
         update=0.0,
     )
     num_dense = model.num_layers - model.num_sparse_layers
@@ -147,7 +150,7 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
     ]
     cost = tokens * per_token[-1] / flops
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
-    if config.train.loss_chunk_tokens:  # the forward makes the gradient too; the backward adds it to the others
+    if config.train.loss_chunk_tokens:  # the forward also computes the gradient, and the backward only adds it
         head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
     updates = _updates_seconds(config, model, device, dense)
     layers = tuple(
@@ -165,9 +168,10 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
 
 
 def _updates_seconds(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float) -> list[float]:
-    """Of every layer: Newton-Schulz's products, where Muon has them, and every number of weights, gradient and state
-    some 12 times: of these two of the gradient and one of the working copy."""
-    known: dict[tuple[torch.Size, ...], float] = {}  # most layers are like another
+    """Returns the seconds of the update of every layer. They consist of the Newton-Schulz products, if the optimizer is
+    Muon, and of memory traffic. An update reads or writes about 12 values per parameter: nine in the masters' dtype,
+    two of the gradient and one of the working copy."""
+    known: dict[tuple[torch.Size, ...], float] = {}  # most layers are equal to another one
     seconds = []
     with torch.device("meta"):
         layers = model.layers()
@@ -191,6 +195,7 @@ def _update_seconds(config: Config, device: DeviceKind, efficiency: float, name:
 
 
 def _newton_schulz_flops(parameter: nn.Parameter) -> float:
-    """X X^T, its square, and their product with X; of a stack, for each of its matrices."""
+    """Returns the FLOPs of one Newton-Schulz step: X X^T, its square, and their product with X. For a stack, it counts
+    every matrix."""
     short, long = sorted(parameter.shape[-2:])
     return 2.0 * (2 * short * short * long + short**3) * (parameter.numel() // (short * long))

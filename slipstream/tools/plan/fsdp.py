@@ -1,9 +1,10 @@
-"""What fully sharded data parallelism would do with the same devices. The trainer does not have it, torchtitan does; it
-is the rival that a pipeline must beat, so no plan leaves it out.
+"""Predicts the step time of fully sharded data parallelism (FSDP) on the same devices. The trainer does not have FSDP,
+torchtitan does. Every plan includes it, because a pipeline must be faster than FSDP to be useful.
 
-Every device has its part of masters, gradients and optimizer state, gathers the weights of a layer shortly before they
-are needed, in the forward and again in the backward, and hands the layer's gradient to its owners. All of it beside the
-computing, but for the first layer's weights and the last layer's gradient: a step takes as long as the longer of both.
+Every device holds a part of masters, gradients and optimizer state. It gathers the weights of a layer shortly before
+they are needed, in the forward and again in the backward, and sends the layer's gradient to its owners. Communication
+overlaps computation, except for the weights of the first layer and the gradient of the last one. So forward and
+backward each take as long as the longer of communication and computation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def fsdp_step(
     dtypes: Precision,
     num_microbatches: int,
 ) -> Prediction:
-    """costs: of the whole model as one stage. bandwidth: bytes per second between replicas."""
+    """Predicts a step. costs: the whole model as one stage. bandwidth: bytes per second between replicas."""
     (forward,), (backward,), update = costs.forward, costs.backward, costs.update[0] / num_devices
     sent = (num_devices - 1) / num_devices * num_parameters / bandwidth
     gather, scatter = sent * dtypes.compute.itemsize, sent * dtypes.reduction.itemsize

@@ -1,13 +1,14 @@
-"""The memory of updates that step a group of parameters at once, or a part of it, or what one replica owns of it.
+"""Counts the memory of updates that step a whole parameter group at once, a part of it, or the part that one replica
+owns.
 
-Where gradients are not in the masters' dtype they are cast, and where working copies are coarser than the masters z[t]
-is kept for optimizers that cannot predict by themselves, of as many parameters as are stepped together (update.py),
-whichever layers they are of: so many bytes for every number. What an optimizer needs besides is read off a dry run of a
-few parameters of one shape, which is as much as it treats at once. Parameters of a kind (the queries of all dense
-blocks, say) are alike, and are counted.
+Two amounts are a fixed number of bytes per value, for as many parameters as are stepped together, whatever their layers
+(pipeline/update.py). Gradients in another dtype than the masters are cast. If working copies have a lower precision
+than the masters, z[t] is kept for optimizers that cannot predict by themselves. All other memory of an optimizer is
+measured in a dry run of a few parameters of one shape, because it processes no more than that at once. Parameters of a
+kind (for example the queries of all dense blocks) are equal, so they are only counted.
 
-Where replicas share the optimizer, the owners are the program's own, and the memory is that of the replica which keeps
-most: another may need a little more for a moment.
+If replicas share the optimizer, the owners are computed by the same function as in a run. The memory is that of the
+replica that keeps the most. Another replica may need a little more for a short time.
 """
 
 from __future__ import annotations
@@ -36,28 +37,29 @@ from .live import LiveBytes
 @dataclass(frozen=True)
 class Update:
     optimizer: int
-    """Its state, and what is kept of an update to compare the next one with."""
+    """Bytes of the optimizer state, and of the sample of an update that is compared with the next one."""
     work: int
-    """The peak of an update, above what it begins with."""
+    """Peak memory of an update, above the memory at its start."""
     owned: int | None = None
-    """How many numbers are stepped here; None: all."""
+    """Number of values that are stepped on this device. None means all."""
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """How a stage makes its updates, as far as their memory depends on it."""
+    """Properties of a stage's updates on which their memory depends."""
 
     separate: bool
-    """The masters are a copy of their own."""
+    """Whether the masters are a separate copy of the weights."""
     predicts: bool
-    """Working copies run ahead of the masters."""
+    """Whether the working copies run ahead of the masters."""
     beside: bool
-    """In the background, which holds the gradients of the batch until the update is over."""
+    """Whether the update runs in the background, which holds the gradients of the batch until the update has ended."""
     error_feedback: float
 
 
 Kinds = dict[str, int]
-"""How many parameters there are of each kind, by its name: that in its layer, which goes by one of LAYERS."""
+"""Number of parameters of each kind, by name. The name is that of one parameter, with one of LAYERS as the name of its
+layer."""
 LAYERS = ("embedding", "dense", "sparse", "head")
 
 
@@ -66,14 +68,16 @@ class GroupUpdates:
     config: Config
     model: ModelSpec
     build: Callable[[int, int, int, int], nn.Sequential]
-    """On the meta device, so many of each of LAYERS."""
+    """Function that builds a model on the meta device, with the given number of each of LAYERS."""
     few: int | None
-    """From so many blocks on, an optimizer needs no more work space for parameters of one shape, and those of another
-    need their own at another time. None: it may take temporaries as large as all it has."""
+    """Number of blocks from which an optimizer needs no more work space for parameters of one shape. Parameters of
+    another shape need their work space at another time. None means that the optimizer may use temporaries as large as
+    all its parameters."""
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def update(self, layers: tuple[int, int, int, int], stepping: Stepping, num_owners: int) -> Update:
-        """layers: how many of each of LAYERS the stage has. num_owners: replicas that share the optimizer."""
+        """Returns the memory of an update. layers: the stage's number of each of LAYERS. num_owners: the number of
+        replicas that share the optimizer."""
         key = ("update", layers, stepping, num_owners)
         if key not in self._known:
             self._known[key] = self._count(layers, stepping, num_owners)
@@ -94,7 +98,7 @@ class GroupUpdates:
         )
 
     def owned_share(self, layers: tuple[int, int, int, int], num_owners: int) -> float:
-        """Of a stage's numbers, those that the replica with the most of them steps."""
+        """Returns the largest share of a stage's values that one replica steps."""
         key = ("share", layers, num_owners)
         if key not in self._known:
             sizes = self._sizes()
@@ -104,12 +108,12 @@ class GroupUpdates:
         return share
 
     def shares(self, layers: tuple[int, int, int, int], num_owners: int) -> list[Kinds]:
-        """What every replica owns of a stage."""
+        """Returns for every replica the parameters of a stage that it owns."""
         numbers = dict(zip(LAYERS, layers, strict=True))
         has_both_ends = bool(numbers["embedding"] and numbers["head"])
         stage = {name: numbers[_layer(name)] for name in self._parameters() if numbers[_layer(name)]}
         if self.model.tied_embeddings and has_both_ends:
-            del stage["head.output.weight"]  # one parameter with the embedding
+            del stage["head.output.weight"]  # the same parameter as the embedding
         if num_owners == 1:
             return [stage]
         elementwise = {
@@ -134,13 +138,14 @@ class GroupUpdates:
     # ---- one group
 
     def _work(self, index: int, own: Kinds, stepping: Stepping) -> int:
-        """What every number takes that is stepped together with others, and what the optimizer needs besides."""
+        """Returns the work space of a group: the bytes for each value that is stepped together with others, and what
+        else the optimizer needs."""
         dtypes, group = precision_of(self.config), self._groups(stepping.error_feedback)[index]
         members = {name: parameter for name, parameter in self._members(index).items() if own.get(name)}
         if not members:
             return 0
         is_parted = dtypes.is_mixed and group.error_feedback != 0 and not _can_predict(group, members)
-        freed = 0 if stepping.beside else dtypes.gradient.itemsize  # as they are cast
+        freed = 0 if stepping.beside else dtypes.gradient.itemsize  # a gradient is freed when it is cast
         cast = max(0, dtypes.master.itemsize - freed) if dtypes.gradient != dtypes.master else 0
         bytes_each = cast + (dtypes.master.itemsize if is_parted and stepping.predicts else 0)
         together = sum(own[name] * parameter.numel() for name, parameter in members.items())
@@ -164,10 +169,11 @@ class GroupUpdates:
         return max(0, self._play(index, kinds, stepping)[0] - by_rule)
 
     def _kept(self) -> dict[str, int]:
-        """Of one parameter of each kind: the optimizer's state, and a sample of its latest update."""
+        """Returns for one parameter of each kind the bytes of the optimizer state and of the sample of its last
+        update."""
         kept = {name: self._sample(name) for name in self._parameters()}
         for index in range(len(self._groups(0.0))):
-            for layer in LAYERS:  # each alone, for embedding and head may be one parameter
+            for layer in LAYERS:  # one layer at a time, because embedding and head may be one parameter
                 kinds = {name: 1 for name in self._members(index) if _layer(name) == layer}
                 if kinds:
                     state = self._play(index, kinds, Stepping(False, False, False, 0.0))[1]
@@ -175,14 +181,14 @@ class GroupUpdates:
         return kept
 
     def _sample(self, name: str) -> int:
-        """Bytes of what mixed precision compares two updates by."""
+        """Returns the bytes of the sample by which mixed precision compares two updates."""
         if not (precision_of(self.config).is_mixed and self.config.train.track_alignment):
             return 0
         parameter = self._parameters()[name]
         return len(range(0, parameter.numel(), max(1, parameter.numel() // SAMPLE_ELEMENTS))) * parameter.itemsize
 
     def _play(self, index: int, kinds: Kinds, stepping: Stepping) -> tuple[int, dict[str, int]]:
-        """The work, and the optimizer's state for a parameter of each kind."""
+        """Returns the work space, and the optimizer state for a parameter of each kind."""
         key = ("play", index, tuple(sorted(kinds.items())), stepping)
         if key not in self._known:
             self._known[key] = self._play_group(kinds, stepping)
@@ -207,7 +213,7 @@ class GroupUpdates:
         live = LiveBytes()
         work = 0
         with live.watch():
-            for step in range(3):  # the first makes the optimizer's state, the third compares two updates
+            for step in range(3):  # the first step creates the optimizer state, the third compares two updates
                 gradients = {
                     name: torch.empty_like(master, dtype=dtypes.gradient) for name, master in versions.masters.items()
                 }
@@ -229,7 +235,7 @@ class GroupUpdates:
     # ---- what the parameters are
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """One of each kind, in the masters' dtype."""
+        """Returns one parameter of each kind, in the dtype of the masters."""
         if "parameters" not in self._known:
             found: dict[str, nn.Parameter] = {}
             num_dense = self.model.num_layers - self.model.num_sparse_layers
@@ -262,7 +268,8 @@ def _layer(name: str) -> str:
 
 
 def _real_names(name: str, number: int, num_dense: int) -> list[str]:
-    """Of so many parameters of a kind, in a stage with so many dense blocks before those with experts."""
+    """Returns the names in a model of `number` parameters of a kind, if num_dense dense blocks come before those with
+    experts."""
     layer, _, rest = name.partition(".")
     if layer in ("embedding", "head"):
         return [name]

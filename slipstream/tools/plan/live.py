@@ -1,14 +1,14 @@
-"""Counts the bytes of tensors that are alive, and the most that ever were: what an allocator would say, on any device.
+"""Counts the bytes of all live tensors, and their peak. So it tells what an allocator would report, on any device.
 
     live = LiveBytes()
     with live.watch():
         loss = model(inputs).sum()
     live.now, live.peak
 
-Every storage that an operation makes while a thread is watched counts until it is freed, wherever that happens. What
-existed before does not count, nor what a kernel allocates for itself. On the meta device storages have sizes and no
-memory, so a stage of any size is measured on a laptop; there, `fuse_kernels` makes layers use stand-ins for the kernels
-of a real device that keep less than the operations they replace.
+Every storage that an operation creates in a watched thread counts until it is freed, wherever that happens. Storages
+that existed before do not count, nor does memory that a kernel allocates internally. On the meta device storages have
+sizes but no memory, so a stage of any size can be measured on a laptop. `fuse_kernels` replaces operations in the
+layers by stand-ins for the fused kernels of a real device, which keep less memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # the one private name: torch has no public way to see this
+from torch.utils._python_dispatch import TorchDispatchMode  # private, because torch has no public API for this
 
 Kernels = Literal["cpu", "cuda"]
 
@@ -31,20 +31,22 @@ class LiveBytes:
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
-        self._lock = threading.RLock()  # a storage may be freed in the middle of an operation of the same thread
+        self._lock = threading.RLock()  # a storage may be freed during an operation of the same thread
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def watch(self) -> TorchDispatchMode:
-        """A context that counts what this thread makes in it. Several threads may share one count."""
+        """Returns a context that counts the storages that this thread creates. Several threads may share one
+        counter."""
         return _Watch(self)
 
     def restart_peak(self) -> None:
         self.peak = self.now
 
     def add(self, tensor: Tensor, counts: bool = True) -> None:
-        """counts: it was just made. Otherwise it is only remembered as something that is not new."""
+        """Adds the storage of a tensor. counts: whether the tensor is new. Otherwise the storage is only registered as
+        one that existed before."""
         storage = tensor.untyped_storage()
-        key = id(storage)  # torch keeps one Python object for a storage as long as that lives
+        key = id(storage)  # torch keeps one Python object per storage as long as the storage lives
         with self._lock:
             if key in self._known:
                 return
@@ -83,17 +85,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# ---- what real devices fuse
+# ---- fused kernels of real devices
 
 
 def fuse_kernels(model: nn.Sequential, kernels: Kernels) -> None:
-    """On the meta device, attention keeps what the device's fused kernel would, and on CUDA so do norms. The meta
-    device itself would compose both from small operations, and keep every length x length matrix of attention.
+    """Makes attention, and on CUDA also norms, keep as much memory on the meta device as the fused kernels of a real
+    device. The meta device itself would compose both from small operations, and keep every length x length matrix of
+    attention.
 
-    It is done to the layers, and not around a run of them: a layer that is recomputed runs in the middle of a backward,
-    where no such mode is in force."""
+    It changes the layers instead of the context in which they run, because a recomputed layer runs during a backward,
+    where no such mode is active."""
     for layer in model:
-        setattr(layer, "forward", _fused(layer.forward, kernels))  # noqa: B010  (mypy would not have a method assigned)
+        setattr(layer, "forward", _fused(layer.forward, kernels))  # noqa: B010 (mypy rejects an assignment to a method)
 
 
 def _fused(forward: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
@@ -121,9 +124,10 @@ class _Fused(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps queries, keys, values, the output and one number per query and head. On CUDA that is the memory-efficient
-    kernel, the one for fp32, whose output lies in memory as the next layer reads it; for bf16 it is flash attention,
-    which adds up the gradient of the queries in fp32 and makes those of shared keys and values once per query head."""
+    """Stand-in for fused attention. It keeps queries, keys, values, the output and one number per query and head. On
+    CUDA, for fp32 it models the memory-efficient kernel, whose output has the memory layout that the next layer reads.
+    For bf16 it models flash attention, which accumulates the gradient of the queries in fp32, and computes the
+    gradients of shared keys and values once per query head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Tensor:

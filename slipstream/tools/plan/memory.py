@@ -1,21 +1,24 @@
-"""How much memory one stage of a pipeline takes, counted before any stage exists.
+"""Computes the memory of one stage of a pipeline before it exists.
 
     model = MemoryModel(config, model_of(config, 0))
     stage = Stage(num_stages=4, first_layer=0, num_layers=6, versions=2, delay=1, in_flight=4, ...)
     model.stage_memory(stage, microbatch_size=1).total
 
-The stage's layers are built on the meta device and the program's own parts play there: forward, backward, the weight
-versions and the update, while `LiveBytes` counts. So what a stage keeps and what it needs for a moment are read off the
-code that will run, not off formulas. Blocks of a kind, dense or with experts, are all alike: stages of more than a few
-are extrapolated from fewer, which changes nothing but the time it takes. Experts are evenly loaded here; uneven loads
-move rows from one expert to another and change neither their number nor what is kept of them.
+The layers of the stage are built on the meta device. The program's own code runs there: forward, backward, weight
+versions and update, while `LiveBytes` counts. So both the memory that a stage keeps and its temporary memory are
+measured with the code of a real run, and not computed by formulas. All blocks of a kind, dense or with experts, are
+equal. So stages with many blocks are extrapolated from a few blocks, which gives the same result in less time. Experts
+have equal loads here. Unequal loads move rows from one expert to another, but change neither the number of rows nor the
+memory that is kept for them.
 
-Some things are added by rule, as the code in pipeline/ has them: copies of the weights (versions.py), a second gradient
-while an update runs beside the next batch (executor.py), the sums over stages and replicas (reduction.py), what an
-evaluation rounds the masters to (sharding.py) and messages under way (comm.py). Left out: what kernels allocate inside,
-small tensors laid together to travel between replicas, the CUDA context and what the allocator loses to fragmentation.
+Some parts are added by rule, in agreement with the code in pipeline/ and transport/: copies of the weights
+(weight_versions.py), a second gradient while an update overlaps the next batch (executor.py), the sums over stages and
+replicas (reduction.py), the rounded masters of an evaluation (zero1.py) and messages in transit (process.py). The
+result does not include the internal memory of kernels, the buffers that pack small tensors for the sums over replicas,
+the CUDA context and the fragmentation of the allocator.
 
-Where replicas share the optimizer, a stage is that of the replica which keeps most, with the program's own owners.
+If replicas share the optimizer, the memory is that of the replica that keeps the most. The owners are computed by the
+same function as in a run.
 """
 
 from __future__ import annotations
@@ -50,69 +53,69 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage:
-    """What its memory depends on, apart from the model."""
+    """The properties of a stage, apart from the model, on which its memory depends."""
 
     index: int
     num_stages: int
     first_layer: int
-    """Counted with the embedding as layer 0."""
+    """Index of the first layer, where the embedding is layer 0."""
     num_layers: int
     versions: int
-    """Weight versions that the schedule keeps here."""
+    """Number of weight versions that the schedule keeps on this stage."""
     delay: int
     in_flight: float
-    """Most microbatches whose activations are held at once, in whole stages."""
+    """Maximum number of microbatches whose activations are held at once, in units of a whole stage."""
     max_in_flight: float
-    """Likewise, on the stage that has the most: links keep as many messages."""
+    """The same on the stage with the most. Links keep that many messages."""
     background_update: bool
-    """two_bw: the update of one batch is made while the next one computes."""
+    """Whether the update of a batch runs while the next batch computes, as in two_bw."""
     flushes: bool
-    """No activations are held when the update is made."""
+    """Whether no activations are held during the update."""
     num_replicas: int = 1
-    """Of the whole pipeline."""
+    """Number of replicas of the whole pipeline."""
 
     @property
     def drifts(self) -> bool:
-        """paci: the only version is overwritten while microbatches are in flight."""
+        """Whether the only version is overwritten while microbatches are in flight, as in paci."""
         return self.versions == 1 and self.delay > 0
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes."""
+    """Memory of a stage in bytes."""
 
     weights: int
-    """All versions, masters, and the rotary tables."""
+    """All weight versions, masters, and the rotary tables."""
     gradients: int
     optimizer: int
-    """Its state, and of mixed precision what is kept of an update to compare the next one with."""
+    """Optimizer state and, in mixed precision, the sample of an update that is compared with the next one."""
     activations: int
-    """Of all microbatches in flight, messages between stages that they hold included."""
+    """Activations of all microbatches in flight, including the messages between stages that they hold."""
     messages: int
-    """Announced and not yet taken, or sent and not yet let go."""
+    """Receive buffers that wait for messages, and sent messages that are not yet released."""
     work: int
-    """What a backward or an update needs for a moment, whichever is more."""
+    """Temporary memory of a backward or of an update, whichever is larger."""
     overlap: int
-    """The smaller of the two, where both may happen at once: seldom, but a long run will see it."""
+    """The smaller of the two, if both can happen at the same time. This is rare, but will happen in a long run."""
 
     @property
     def total(self) -> int:
-        """The peak to expect."""
+        """Expected peak."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.messages + self.work
 
     @property
     def most(self) -> int:
-        """The peak that cannot be exceeded, kernels' own work space aside."""
+        """Upper bound of the peak, without the internal memory of kernels."""
         return self.total + self.overlap
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How many a stage has of each kind, in this order."""
+    """Number of blocks of each kind in a stage, dense blocks first."""
 
     dense: int
     sparse: int
-    """With experts."""
+    """Number of blocks with experts."""
 
     @property
     def count(self) -> int:
@@ -126,7 +129,7 @@ class Blocks:
 
 
 def blocks_of(model: ModelSpec, first_layer: int, num_layers: int) -> Blocks:
-    """Among consecutive layers, of which the embedding is number 0."""
+    """Returns the blocks among consecutive layers, where the embedding is layer 0."""
     num_dense = model.num_layers - model.num_sparse_layers
     first, last = max(first_layer, 1), min(first_layer + num_layers, model.num_layers + 1)
     dense = max(0, min(last, num_dense + 1) - first)
@@ -135,24 +138,24 @@ def blocks_of(model: ModelSpec, first_layer: int, num_layers: int) -> Blocks:
 
 @dataclass(frozen=True)
 class Passes:
-    """One microbatch through a stage's layers."""
+    """Memory of one microbatch that passes through the layers of a stage."""
 
     parameters: int
-    """How many numbers they are; the rest is bytes."""
+    """Number of values in all parameters. The other fields are bytes."""
     working: int
-    """Of one working copy: a parameter may keep its dtype whatever the others have."""
+    """Size of one working copy. Some parameters may keep their own dtype."""
     buffers: int
     activations: int
-    """Alive between forward and backward."""
+    """Memory that is held between forward and backward."""
     forward_work: int
-    """The peak of a forward, above what it leaves."""
+    """Peak of a forward, above the memory that remains after it."""
     backward_work: int
-    """The peak of a backward into gradients that are there already, above what it begins with."""
+    """Peak of a backward that adds to existing gradients, above the memory at its start."""
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Remembers what it measured: a plan asks the same few questions many times."""
+    """Computes the memory of stages. It caches its measurements, because a plan needs the same few many times."""
 
     config: Config
     model: ModelSpec
@@ -180,14 +183,15 @@ class MemoryModel:
         compute_work = max(passes.forward_work, passes.backward_work)
         update_work = summed + max(update.work, replicas, tied + norm)
         if stage.background_update:
-            # The others' gradients are waited for while the next microbatches compute.
+            # The stage waits for gradients of other replicas, or of the stage with the tied weight, while it computes
+            # the next microbatches.
             work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
-            # The sums over stages: a vector, and what it is put together from.
+            # The sums over stages: a vector, and the tensors from which it is concatenated.
             overlap += 2 * 8 * num_sums(len(parameter_groups(self.config)))
-        else:  # the update comes between two microbatches: the last one's activations are gone, or all of them
+        else:  # the update runs between two microbatches: the activations of the last one, or of all, are freed
             freed = activations if stage.flushes else passes.activations
             work, overlap = max(compute_work, update_work - freed), 0
-        # No update is made while weights are evaluated; a sum may be waited for.
+        # No update runs during an evaluation, but a sum may be in progress.
         evaluated = self._evaluated(stepping, num_owners, passes, owned)
         waited = reduction_held if stage.background_update else 0
         most = work + overlap
@@ -203,8 +207,8 @@ class MemoryModel:
         )
 
     def fully_sharded(self, num_devices: int, microbatch_size: int) -> StageMemory:
-        """Of a device, where each has its part of everything (fsdp.py) and two layers whole: the one that computes and
-        the next."""
+        """Returns the memory of a device under FSDP (fsdp.py). Each device has its part of everything, and two whole
+        layers: the one that computes and the next."""
         stage = Stage(0, 1, 0, self.model.num_layers + 2, 1, 0, 1.0, 1.0, background_update=False, flushes=True)
         layers, dtypes = self._layers(stage), self.dtypes
         passes = self.passes(*layers, microbatch_size, self._recomputed(stage))
@@ -222,7 +226,7 @@ class MemoryModel:
         )
 
     def owned_share(self, layers: tuple[int, ...], index: int, num_replicas: int) -> float:
-        """Of a stage's numbers, those that the replica with the most of them steps."""
+        """Returns the largest share of a stage's values that one replica steps."""
         if not self.config.optimizer.sharded or num_replicas == 1:
             return 1.0
         first, num_layers = sum(layers[:index]), layers[index]
@@ -235,13 +239,13 @@ class MemoryModel:
         return has_embedding, blocks_of(self.model, stage.first_layer, stage.num_layers), has_head
 
     def _recomputed(self, stage: Stage) -> tuple[bool, ...]:
-        """Of every block of the stage, whether it is."""
+        """Returns for every block of the stage whether it is recomputed."""
         names = self.model.layer_names[stage.first_layer : stage.first_layer + stage.num_layers]
         recomputed = recomputed_layers(self.config, self.model)
         return tuple(name in recomputed for name in names if name not in ("embedding", "head"))
 
     def _stepping(self, stage: Stage) -> Stepping:
-        """As Pipeline decides it."""
+        """Returns the properties of the updates, as Pipeline decides them."""
         error_feedback = 0.0 if stage.drifts else self.config.optimizer.error_feedback
         predicts = error_feedback != 0 and stage.delay > 0 and stage.versions > 1
         compares = self.config.train.track_alignment and stage.versions == 2
@@ -249,8 +253,9 @@ class MemoryModel:
         return Stepping(separate, predicts, stage.background_update, error_feedback)
 
     def _evaluated(self, stepping: Stepping, num_owners: int, passes: Passes, owned: int) -> int:
-        """What Executor evaluates with, where working copies run ahead and no module has all masters: a copy of them in
-        the dtype of the working copies. One that is in it already, and owned, is no copy."""
+        """Returns the bytes of the copy of the masters that Executor makes for an evaluation, in the dtype of the
+        working copies. It needs the copy if working copies run ahead and no module holds all masters. An owned master
+        that already has this dtype is not copied."""
         if not stepping.predicts or not self.config.evaluation.batches:
             return 0
         if self.dtypes.is_mixed:
@@ -258,16 +263,18 @@ class MemoryModel:
         return (passes.parameters - owned) * self.dtypes.compute.itemsize if num_owners > 1 else 0
 
     def _replicas(self, stage: Stage, parameters: int, owned: int) -> tuple[int, int]:
-        """Of sums over replicas in another dtype than the gradients': what Reducer.reduce holds while it waits, and
-        what it leaves besides the gradients it was given, which the background holds until the update is over."""
+        """Returns two numbers for sums over replicas in another dtype than that of the gradients: the bytes that
+        Reducer.reduce holds while it waits, and the bytes that it leaves in addition to the gradients that it received.
+        The background holds those gradients until the update has ended."""
         dtypes = self.dtypes
         if stage.num_replicas == 1 or dtypes.reduction == dtypes.gradient:
             return 0, 0
         return parameters * dtypes.reduction.itemsize, owned * dtypes.gradient.itemsize * stage.background_update
 
     def _reduction(self, stage: Stage, has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int]:
-        """What Reducer.reduce holds while it waits for the others, and then needs for a moment: a copy of a tied
-        gradient and room for both stages' copies; and on a CPU the largest gradient in float64, for its norm."""
+        """Returns two numbers: the bytes that Reducer.reduce holds while it waits for other stages, and its temporary
+        memory after that. The first is a copy of a tied gradient and space for the copies of both stages. The second
+        is, on a CPU, the largest gradient in float64, for its norm."""
         bytes_each = self.dtypes.gradient.itemsize
         is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
@@ -278,9 +285,9 @@ class MemoryModel:
         return tied, 8 * self.model.dim * max(rows) if has_copy else 0
 
     def _messages(self, stage: Stage, microbatch_size: int) -> int:
-        """As ProcessLink keeps them, between processes and machines: receives are posted up to LOOKAHEAD actions ahead,
-        half of them forwards; a message sent is let go when max_under_way others have been sent since. Those of the
-        forward are outputs, which the microbatches in flight hold anyway."""
+        """Returns the bytes of messages as ProcessLink keeps them, between processes and machines. Receives are posted
+        up to LOOKAHEAD actions ahead, half of them for forwards. A sent message is released after max_under_way later
+        sends. Messages of the forward are outputs, which the microbatches in flight hold anyway."""
         num_evaluations = self.config.evaluation.batches
         under_way = stage.max_in_flight + num_evaluations
         posted = -(-(LOOKAHEAD + 1) // 2)
@@ -302,9 +309,11 @@ class MemoryModel:
         microbatch_size: int,
         recomputed: tuple[bool, ...] = (),
     ) -> Passes:
-        """recomputed: of every block, whether it is; empty: none is."""
+        """Returns the memory of a microbatch. recomputed: for every block, whether it is recomputed. Empty means
+        none."""
         recomputed = recomputed or (False,) * blocks.count
-        # A backward comes to the last blocks first, when most is held. Among so many is one that is recomputed.
+        # A backward starts with the last blocks, when most memory is held. This many blocks include one that is
+        # recomputed.
         few = max(2, self.config.train.recompute_every)
         kinds = {Blocks(1, 0): recomputed[: blocks.dense], Blocks(0, 1): recomputed[blocks.dense :]}
         played = blocks.few(few)
@@ -330,7 +339,7 @@ class MemoryModel:
     def update(
         self, has_embedding: bool, blocks: Blocks, has_head: bool, stepping: Stepping, num_owners: int = 1
     ) -> Update:
-        """num_owners: replicas that share the optimizer."""
+        """Returns the memory of an update. num_owners: the number of replicas that share the optimizer."""
         dtypes = self.dtypes
         if dtypes.is_mixed or dtypes.gradient != dtypes.master or num_owners > 1:
             layers = _counts(has_embedding, blocks, has_head)
@@ -338,7 +347,8 @@ class MemoryModel:
         return self._update_by_layer(has_embedding, blocks, has_head, stepping.separate)
 
     def _update_by_layer(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
-        """Parameters are updated one or one stack at a time, so the parts of a stage can be measured alone."""
+        """Measures the parts of a stage separately. This is possible because parameters are updated one at a time, or
+        one stack at a time."""
         if has_embedding and has_head and self.model.tied_embeddings:
             return self._update(True, blocks, True, separate)
         few = blocks.few(self._blocks_of_a_stack())
@@ -365,7 +375,7 @@ class MemoryModel:
     def _steppable(self, play: Callable[[], Result]) -> Result:
         try:
             return play()
-        except Exception as error:  # any optimizer may be configured, and some look at the numbers themselves
+        except Exception as error:  # any optimizer may be configured, and some read the values of tensors
             name = self.config.optimizer.name
             raise UsageError(
                 f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
@@ -380,8 +390,9 @@ class MemoryModel:
         return updates
 
     def _blocks_of_a_stack(self) -> int:
-        """From how many blocks on an update needs no more work space: Muon orthogonalises like matrices together, up to
-        a number of elements. Other optimizers may take temporaries as large as all they have."""
+        """Returns the number of blocks from which an update needs no more work space. Muon orthogonalises equal
+        matrices together, up to a number of elements. Other optimizers may use temporaries as large as all their
+        parameters."""
         if self.config.optimizer.name == "adamw":
             return 1
         if self.config.optimizer.name != "muon":
@@ -464,7 +475,7 @@ class MemoryModel:
         live = LiveBytes()
         work = 0
         with live.watch():
-            for step in range(3):  # the first makes the optimizer's state, the third compares two updates
+            for step in range(3):  # the first step creates the optimizer state, the third compares two updates
                 gradients = {name: torch.empty_like(master) for name, master in kept.masters.items()}
                 start = live.now
                 live.restart_peak()
@@ -499,6 +510,6 @@ def _counts(has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, i
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the distinct storages."""
+    """Returns the bytes of the distinct storages."""
     storages = {id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -1,11 +1,11 @@
-"""Orders of flushing schedules that are planned with and not run: what each stage does in one step, and when.
+"""The orders of flushing schedules that a plan compares but the trainer does not run: what each stage does in a step.
 
     order = make_order("zero_bubble_v", num_stages=4, num_microbatches=8)
     ends = play(order, forward=[1.0] * 4, backward_input=[1.0] * 4, backward_weight=[1.0] * 4)   # by stage
 
-`slipstream.schedule` has the schedules that the executor can play. Those here cut a stage into chunks or a backward in
-two, and a plan sets them beside the others. A plan may also ask for hundreds of stages, so an order is an array of
-integers and all stages are played at once; gpipe and one_f_one_b are here for that reason alone.
+`slipstream.schedule` has the schedules that the executor can run. The schedules here split a stage into chunks or a
+backward into two operations, for comparison with the others. A plan may have hundreds of stages. So an order is an
+array of integers, and all stages are simulated at once. Only for this reason gpipe and one_f_one_b are here too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ Integers = NDArray[np.integer]
 Seconds = NDArray[np.float64]
 
 ROUNDS_BETWEEN_LOOKS = 16
-"""How often `play` looks whether it is done: a few rounds too many cost less than a look in each."""
+"""Number of rounds between two checks of whether `play` is done. A few additional rounds cost less than a check in
+each."""
 
 
 class Kind(IntEnum):
     FORWARD = 0
     BACKWARD = 1
-    """With respect to the inputs, and in an order that does not split its backwards to the weights as well."""
+    """Gradient with respect to the inputs. If the order does not split its backwards, also with respect to the
+    weights."""
     WEIGHT = 2
 
 
 class Operation(NamedTuple):
-    """`F5.1` is the forward of microbatch 5 through chunk 1 of a stage; B and W the two halves of its backward, BW both
-    in one."""
+    """One operation of a stage. `F5.1` is the forward of microbatch 5 through chunk 1 of a stage. B and W are the two
+    halves of its backward, and BW is the whole backward."""
 
     kind: str
     microbatch: int
@@ -51,21 +53,22 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What every stage does in one step, in which order.
+    """The operations of every stage in one step, in order.
 
-    All stages do equally many operations. An operation is one integer, `row * num_microbatches + microbatch`, where a
-    row is a kind of operation on one chunk: `kind * num_chunks + chunk`.
+    All stages have the same number of operations. An operation is one integer, `row * num_microbatches + microbatch`,
+    where a row is a kind of operation on one chunk: `kind * num_chunks + chunk`.
     """
 
     num_stages: int
     num_microbatches: int
     num_chunks: int
     is_split: bool
-    """A backward is two operations, B and W; otherwise one, BW."""
+    """Whether a backward is two operations, B and W. Otherwise it is one, BW."""
     is_v_shaped: bool
-    """The second chunks are passed through from the last stage to the first; otherwise again from the first on."""
+    """Whether microbatches pass through the second chunks from the last stage to the first. Otherwise they start again
+    at the first stage."""
     codes: Integers
-    """One line per stage."""
+    """Codes of the operations, with one row per stage."""
 
     @cached_property
     def num_rows(self) -> int:
@@ -81,20 +84,21 @@ class Order:
         ]
 
     def position(self, stage: int, chunk: int) -> int:
-        """The place of a chunk on a microbatch's way through the model."""
+        """Returns the position of a chunk on the path of a microbatch through the model."""
         if self.is_v_shaped and chunk == 1:
             return 2 * self.num_stages - 1 - stage
         return chunk * self.num_stages + stage
 
     def at(self, position: int) -> tuple[int, int]:
-        """The stage and chunk at a place on the way: the inverse of `position`."""
+        """Returns the stage and chunk at a position on the path. This is the inverse of `position`."""
         chunk, stage = divmod(position, self.num_stages)
         return (self.num_stages - 1 - stage if self.is_v_shaped and chunk == 1 else stage), chunk
 
     def requires(self, kind: Kind, stage: int, chunk: int) -> tuple[Kind, int, int] | None:
-        """The one rule of what an operation waits for: kind, stage and chunk, always of the same microbatch.
+        """Returns what an operation waits for: kind, stage and chunk, always of the same microbatch. This is the only
+        rule for dependencies between operations.
 
-        That a chunk's forward comes before its backward on the same stage is a matter of the stage's own order.
+        The stage's own order ensures that the forward of a chunk comes before its backward.
         """
         position = self.position(stage, chunk)
         if kind is Kind.FORWARD:
@@ -107,9 +111,11 @@ class Order:
 
     @cached_property
     def in_flight(self) -> tuple[float, ...]:
-        """Most microbatches that each stage holds activations of, in whole stages: a chunk of two counts a half.
+        """Returns the maximum number of microbatches whose activations each stage holds, in units of a whole stage: one
+        of two chunks counts 0.5.
 
-        They are held from the forward to the end of the backward: where it is split, to the gradient of the weights.
+        Activations are held from the forward to the end of the backward. If the backward is split, this is the gradient
+        of the weights.
         """
         kinds = self.codes // (self.num_microbatches * self.num_chunks)
         frees = Kind.WEIGHT if self.is_split else Kind.BACKWARD
@@ -119,10 +125,10 @@ class Order:
 
 
 def make_order(name: str, num_stages: int, num_microbatches: int) -> Order:
-    """The order of a flushing schedule.
+    """Returns the order of a flushing schedule.
 
-    Each schedule is written as a rule that gives every operation of a stage a slot; a stage works through its slots
-    from the lowest to the highest. Slots are relative to each other and to their stage alone.
+    Each schedule is a rule that gives every operation of a stage a slot. A stage runs its operations from the lowest
+    slot to the highest. Slots have a meaning only relative to other slots of the same stage.
     """
     slots, num_chunks, is_split = {
         "gpipe": (_gpipe_slots, 1, False),
@@ -134,7 +140,7 @@ def make_order(name: str, num_stages: int, num_microbatches: int) -> Order:
     num_operations = num_chunks * (3 if is_split else 2) * num_microbatches
     codes = np.empty((num_stages, num_operations), dtype=np.int32)
     for stage in range(num_stages):
-        # Row by row as Order numbers them, so that an operation's place here is its code.
+        # The rows have the numbering of Order, so that the index of an operation in this array is its code.
         slot = np.concatenate(slots(stage, num_stages, num_microbatches))
         first = slot.min()
         by_slot = np.full(slot.max() - first + 1, -1, dtype=np.int32)
@@ -144,24 +150,24 @@ def make_order(name: str, num_stages: int, num_microbatches: int) -> Order:
 
 
 def _gpipe_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """All forwards, then all backwards."""
+    """Puts all forwards before all backwards."""
     microbatch = np.arange(num_microbatches)
     return [microbatch, num_microbatches + microbatch]
 
 
 def _one_f_one_b_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """A backward after every forward but the first, of which a stage is as many ahead as there are stages behind it."""
+    """Alternates forwards and backwards, after a warm-up of as many forwards as there are stages behind this one."""
     microbatch = np.arange(num_microbatches)
     warmup = num_stages - 1 - stage
     return [2 * (microbatch - warmup), 2 * microbatch + 1]
 
 
 def _interleaved_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """Interleaved 1F1B of Megatron-LM (arXiv:2104.04473), two chunks to a stage.
+    """Returns the slots of interleaved 1F1B of Megatron-LM (arXiv:2104.04473) with two chunks per stage.
 
-    P microbatches pass through one chunk, the same P through the other, and so on; backwards take the chunks in
-    reverse. One forward, one backward after a warm-up that is P forwards of the first chunk and two for every stage
-    behind this one.
+    P microbatches pass through the first chunk, then the same P through the second, and so on. Backwards take the
+    chunks in reverse order. After the warm-up, forwards and backwards alternate. The warm-up has P forwards of the
+    first chunk, and two more for every stage behind this one.
     """
     microbatch = np.arange(num_microbatches)
     rank = microbatch // num_stages * 2 * num_stages + microbatch % num_stages
@@ -171,10 +177,12 @@ def _interleaved_slots(stage: int, num_stages: int, num_microbatches: int) -> li
 
 
 def _zero_bubble_h1_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """ZB-H1 (arXiv:2401.10241): 1F1B, where stage s is s weight gradients late.
+    """Returns the slots of ZB-H1 (arXiv:2401.10241): 1F1B in which stage s computes weight gradients s microbatches
+    later.
 
-    The last stages hold fewer activations in 1F1B. They may keep weight gradients back until they hold as much as the
-    first stage does; that lets the last backwards leave sooner, and what was kept back fills the end of the step.
+    In 1F1B the last stages hold fewer activations than the first. So they may defer weight gradients until they hold as
+    many as the first stage. The last backwards can then leave earlier, and the deferred weight gradients fill the end
+    of the step.
     """
     microbatch = np.arange(num_microbatches)
     warmup = num_stages - 1 - stage
@@ -182,29 +190,31 @@ def _zero_bubble_h1_slots(stage: int, num_stages: int, num_microbatches: int) ->
 
 
 def _zero_bubble_v_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
-    """ZB-V (arXiv:2401.10241, section 6): the order for F, B and W of equal length, which torch plays too.
+    """Returns the slots of ZB-V (arXiv:2401.10241, section 6): the order for F, B and W of equal length, which torch
+    uses too.
 
-    It stays the same where they are not equal; the paper also searches for an order to fit given costs, and finds
-    better ones there. In a step of at least 2P - 1 microbatches the two chunks take turns, F B W of one and F B W of
-    the other: a round of six slots. A shorter step is a longer one with microbatches left out.
+    The order is the same if the lengths differ. For that case the paper also searches for an order that fits the given
+    costs, and finds better ones. In a step of at least 2P - 1 microbatches the two chunks alternate, F B W of one and F
+    B W of the other: a round of six slots. A shorter step is a longer one with some microbatches left out.
     """
     microbatch = np.arange(num_microbatches)
     num_full = max(num_microbatches, 2 * num_stages - 1)
-    behind = num_stages - stage  # this stage and those after it
+    behind = num_stages - stage  # this stage and the stages after it
 
-    # Warm-up: forwards of the first chunk alone until one comes back through the second, then both in turns, ...
+    # Warm-up: only forwards of the first chunk until one comes back through the second, then both in turn, ...
     num_alone, num_before = 2 * behind - 1, 2 * num_stages - 1 - stage
     forward_0 = np.select(
         [microbatch < num_alone, microbatch < num_before],
         [microbatch - num_alone - 6 * num_stages, 6 * (microbatch - num_alone - num_stages) + 4],
         6 * (microbatch - num_before),
     )
-    # ... then the second chunk alone, until the first one's backwards begin at slot 0.
+    # ... then only the second chunk, until the backwards of the first begin at slot 0.
     forward_1 = 6 * (microbatch - num_stages) + 3
     backward_1 = 6 * (microbatch - behind) + 4
     backward_0 = 6 * microbatch + 1
 
-    # From `end` on there are no forwards left: backwards hurry to the stages that wait for them, W fills what is left.
+    # From `end` on there are no more forwards. Backwards come as early as possible, because other stages wait for them.
+    # W fills the remaining slots.
     end = 6 * (num_full - num_stages)
     weight_0, weight_1 = backward_0 + 1, backward_1 + 1
     left_0, left_1 = microbatch - (num_full - num_stages), microbatch - (num_full - stage)
@@ -224,18 +234,20 @@ def play(
     latency: float = 0.0,
     free_from: Sequence[float] | Seconds | None = None,
 ) -> Seconds:
-    """When every stage has done its part, if stage s is free from `free_from[s]` on (None: all from 0).
+    """Returns when every stage has finished its operations, if stage s is free from `free_from[s]` on. None means that
+    all are free from 0 on.
 
-    Each stage plays in order; an operation begins when its stage is free and what it requires has arrived, which takes
-    `latency` from another stage. What it requires from its own stage has ended, because the order puts it first.
+    Each stage runs its operations in order. An operation starts when its stage is free and its input has arrived, which
+    takes `latency` from another stage. An input from the same stage is always ready, because the order puts it first.
 
-    In every round each stage whose next operation can be timed plays it, and tells its successor when that can begin.
-    So the number of rounds is the longest chain of operations, which grows with the number of microbatches and hardly
-    with that of stages. A W needs no round: it waits for its own stage alone, and prolongs what comes before it.
+    In every round, each stage whose next operation can be timed runs it, and records for the operation that waits for
+    it when its input arrives. So the number of rounds is the length of the longest chain of operations. It grows with
+    the number of microbatches, and hardly with the number of stages. A W needs no round: it waits only for its own
+    stage, so its time is added to the operation before it.
     """
     codes, num_weights = _without_weights(order)
     num_stages, num_played = codes.shape
-    width = num_played + 2  # a stage's operations, then one that never begins, then a place for what nobody waits for
+    width = num_played + 2  # a stage's operations, then one that never begins, then a place for unused messages
     lengths = (forward, backward_input, backward_weight)
     f, b, w = (np.asarray(length, dtype=np.float64)[:, None] / order.num_chunks for length in lengths)
     is_forward = codes < order.num_chunks * order.num_microbatches
@@ -265,7 +277,7 @@ def play(
 
 
 def _without_weights(order: Order) -> tuple[Integers, Integers]:
-    """The codes but for the Ws, and how many Ws come after each; one line per stage."""
+    """Returns the codes without the Ws, and the number of Ws after each code, with one row per stage."""
     num_played = 2 * order.num_chunks * order.num_microbatches
     flat = order.codes.ravel()
     places = np.flatnonzero(flat < num_played)
@@ -275,8 +287,9 @@ def _without_weights(order: Order) -> tuple[Integers, Integers]:
 
 
 def _messages(order: Order, codes: Integers, width: int) -> tuple[Seconds, Integers]:
-    """When every operation can begin, so far as that is known before any is played, and which operation on another
-    stage waits for it: there is never more than one. Both are by place, and places are counted through all stages."""
+    """Returns, for every operation, when its input arrives if that is known in advance, and which operation on another
+    stage waits for it. At most one does. Both arrays are indexed by place, and places are numbered through all
+    stages."""
     num_stages, num_played = codes.shape
     m, stages = order.num_microbatches, np.arange(num_stages, dtype=np.int32)[:, None]
     place = np.empty(codes.shape, dtype=np.int32)

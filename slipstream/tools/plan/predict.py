@@ -1,20 +1,22 @@
-"""How long a step would take under each schedule, and what every stage would hold, from what one microbatch costs.
+"""Predicts the step time of each schedule, and what every stage holds, from the costs of one microbatch.
 
     costs = StageCosts(forward=(1.0,) * 4, backward_input=(1.0,) * 4, backward_weight=(1.0,) * 4)
     predict("two_bw", costs, num_microbatches=8).step_time
 
-All figures are of the steady state, as a Timeline's are: filling and draining, which happen once per run, are left out.
+All figures are for the steady state, as in a Timeline. They do not include filling and draining, which happen once per
+run.
 
-Updates. Every update is counted as work of its stage, which does nothing else meanwhile. two_bw makes its update in the
-background, but on the device that also computes: on a CPU the two share the cores, on CUDA both go to the one stream.
-What the background takes away is the wait for the sums over stages, not the work.
+Updates. Every update counts as work of its stage, which does nothing else at that time. two_bw runs its update in the
+background, but on the device that also computes: on a CPU both share the cores, on CUDA both share the GPU. The
+background hides the wait for the sums over stages, not the work.
 
-Sums over stages. Clipping and the verdict on inf and nan need them. gpipe, one_f_one_b and interleaved_1f1b wait for
-them at the end of every step, two_bw has slack for them. The others are predicted without the wait, as they were
-published: pipedream and paci step each stage alone, the zero-bubble schedules step at once and take the step back
-should the sums demand it. With a wait they are slower. On 4 stages with 8 microbatches, f = 1 and b = 1 + 1, a step
+Sums over stages. Clipping and the check for inf and nan need them. gpipe, one_f_one_b and interleaved_1f1b wait for
+them at the end of every step. two_bw has slack for them. The others are predicted without the wait, as they were
+published: in pipedream and paci each stage updates by itself, and the zero-bubble schedules update at once and undo the
+update if the sums require it. With a wait they are slower. On 4 stages with 8 microbatches, f = 1 and b = 1 + 1, a step
 takes 30 instead of 24 under pipedream and paci (`simulate(Schedule("paci", 4, 8, 16, global_update=True), Costs())`),
-and 25.5 instead of 24 under zero_bubble_v, where the first stage to begin a step would wait for the last to end it.
+and 25.5 instead of 24 under zero_bubble_v, where the first stage to begin a step would wait for the last stage to end
+it.
 """
 
 from __future__ import annotations
@@ -46,24 +48,26 @@ IN_CHUNKS = ("interleaved_1f1b", "zero_bubble_v")
 UPDATING_ALONE = (*(name for name, traits in TRAITS.items() if traits.steps_alone), "zero_bubble_h1", "zero_bubble_v")
 
 MAX_SIMULATED = 20_000
-"""Actions that `slipstream.schedule` is asked to simulate; beyond them, arrays and formulas take over."""
+"""Maximum number of actions that `slipstream.schedule` simulates. Larger cases use arrays and formulas."""
 MAX_PLAYS = 12
-"""Of one flushing step, in search of its steady state, which nearly always shows in the first or second."""
+"""Maximum number of simulations of one flushing step until it is steady. Nearly always the first or second is
+enough."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds, of one microbatch through one stage (one entry per stage)."""
+    """Seconds for one microbatch on each stage, with one entry per stage."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
-    """The gradient with respect to the stage's inputs."""
+    """Time of the gradient with respect to the stage's inputs."""
     backward_weight: tuple[float, ...]
-    """The gradient with respect to its weights; a schedule that does not split the backward runs both in one."""
+    """Time of the gradient with respect to its weights. A schedule that does not split the backward computes both in
+    one."""
     update: tuple[float, ...] = ()
-    """Of a whole step. Empty: no time on any stage."""
+    """Time of the update in a step. Empty means that it takes no time on any stage."""
     latency: float = 0.0
-    """From the end of an action on one stage until a neighbour can use its result."""
+    """Time from the end of an action on one stage until a neighbour can use its result."""
 
     def __post_init__(self) -> None:
         if not self.update:
@@ -84,11 +88,11 @@ class StageCosts:
 
     @property
     def backward(self) -> tuple[float, ...]:
-        """The whole backward."""
+        """Time of the whole backward."""
         return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
     def work(self, num_microbatches: int) -> Seconds:
-        """By stage, what it computes in a step."""
+        """Returns for every stage the time that it computes in a step."""
         slot = np.array(self.forward) + np.array(self.backward)
         return num_microbatches * slot + np.array(self.update)
 
@@ -102,24 +106,25 @@ def _check_time(name: str, value: float) -> None:
 class Prediction:
     schedule: str
     step_time: float
-    """Steady state: time from one step to the next."""
+    """Time from one step to the next in the steady state."""
     utilisation: tuple[float, ...]
-    """Per stage, the share of the steady state that it computes, updates included."""
+    """Share of the steady state in which each stage computes, including updates."""
     bubble: float
     """1 - mean utilisation."""
     in_flight: tuple[float, ...]
-    """Most microbatches whose activations a stage holds, in whole stages: a chunk of a stage cut in two counts 0.5.
-    Where the backward is split they are held until the gradient of the weights."""
+    """Maximum number of microbatches whose activations each stage holds, in units of a whole stage: a chunk of a stage
+    that is cut in two counts 0.5. If the backward is split, activations are held until the gradient of the weights."""
     weight_versions: tuple[int, ...]
-    """Copies of its weights that a stage keeps for its microbatches in flight."""
+    """Number of copies of its weights that each stage keeps for its microbatches in flight."""
     delay: tuple[int, ...]
-    """Updates a stage makes between a microbatch's forward and the update that takes in its gradient; paci: at most."""
+    """Number of updates that each stage makes between the forward of a microbatch and the update that uses its
+    gradient. For paci, the maximum."""
     is_simulated: bool
-    """Every action was played; otherwise the times are from a closed form."""
+    """Whether every action was simulated. Otherwise the times come from a closed formula."""
 
 
 def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int | None = None) -> str | None:
-    """One sentence why this schedule cannot be played with these numbers, or None."""
+    """Returns one sentence that says why the schedule cannot run with these numbers, or None if it can."""
     if name not in SCHEDULES:
         return f"schedule {name!r} is unknown: choose one of {', '.join(SCHEDULES)}"
     try:
@@ -144,11 +149,11 @@ def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int |
 
 
 def predict(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
-    """What a step takes. A combination that `why_not` refuses is a ScheduleError.
+    """Predicts a step. Raises ScheduleError for a combination that `why_not` rejects.
 
-    Up to MAX_SIMULATED actions, what the executor can play is simulated by `slipstream.schedule`; so a pipeline that
-    never drains is followed for some steps only, and is a little off its final pace. Beyond, an exact recursion over
-    arrays plays a step of the flushing schedules, and `_asynchronous_step_time` stands in for the others.
+    Up to MAX_SIMULATED actions, `slipstream.schedule` simulates the schedules that the executor can run. A pipeline
+    that never drains is then simulated only for some steps, so its step time differs slightly from the final one.
+    Beyond that, flushing schedules use an exact recursion over arrays, and the others use `_asynchronous_step_time`.
     """
     reason = why_not(name, costs.num_stages, num_microbatches)
     if reason is not None:
@@ -159,7 +164,7 @@ def predict(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
 
 
 def _schedule(name: str, num_stages: int, num_microbatches: int, num_steps: int | None = None) -> Schedule:
-    """What `slipstream.schedule` calls it."""
+    """Returns the schedule as `slipstream.schedule` names it."""
     return Schedule(
         "two_bw" if name == "two_bw_double" else name,
         num_stages,
@@ -194,7 +199,7 @@ def _computed(
     delay: tuple[int, ...],
     is_simulated: bool,
 ) -> Prediction:
-    """All else follows from the step time, because a stage's work does not depend on the schedule."""
+    """Computes the other fields from the step time, because the work of a stage does not depend on the schedule."""
     utilisation = tuple((costs.work(num_microbatches) / step_time).tolist())
     bubble = 1 - fmean(utilisation)
     return Prediction(name, step_time, utilisation, bubble, in_flight, weight_versions, delay, is_simulated)
@@ -219,17 +224,18 @@ def _flushing(name: str, costs: StageCosts, num_microbatches: int) -> Prediction
 
 
 def _flushing_step_time(order: Order, costs: StageCosts, steps_alone: bool, tolerance: float) -> float:
-    """Plays step after step until all stages are late by the same time, which is then that of a step.
+    """Simulates step after step until all stages start later than in the step before by the same time, which is then
+    the step time.
 
-    When each stage begins a step depends on when each began the one before; a delay of some of them never speeds up
-    another, nor delays it by more. So the time of a step in the long run lies between the least and the most that a
-    stage is late by, and `tolerance` bounds the error, as a share of the step.
+    When each stage starts a step depends on when each started the one before. If some stages start later, no other
+    stage becomes faster, and none is delayed by more than that. So the step time in the long run lies between the
+    smallest and the largest of these differences, and `tolerance` limits the error as a share of the step.
     """
     update = np.array(costs.update)
     arrival = np.array([0.0, *accumulate(one / order.num_chunks + costs.latency for one in costs.forward[:-1])])
 
     def first_forwards(free: Seconds) -> Seconds:
-        """When a stage that is free begins: not before the first microbatch has come down to it."""
+        """Returns when each stage starts: not before the first microbatch has reached it."""
         return np.maximum.accumulate(free - arrival) + arrival
 
     begin = first_forwards(update if steps_alone else update + costs.latency * (arrival > 0))
@@ -244,7 +250,8 @@ def _flushing_step_time(order: Order, costs: StageCosts, steps_alone: bool, tole
 
 
 def _all_known(end: Seconds, latency: float) -> Seconds:
-    """When each stage knows that every stage has ended: its own end at once, that of another with a latency."""
+    """Returns when each stage knows that every stage has ended. It knows its own end at once, and that of others after
+    a latency."""
     latest = int(end.argmax())
     others = np.delete(end, latest)
     known = np.maximum(end, end[latest] + latency)
@@ -261,8 +268,8 @@ def _asynchronous(name: str, costs: StageCosts, num_microbatches: int) -> Predic
     delay = tuple(max(endless.delay(stage), endless.max_drift(stage)) for stage in range(num_stages))
     depth = {"two_bw_double": 2, "pipedream": num_microbatches}.get(name, 1)
     actions_per_step = num_stages * (2 * num_microbatches + 1)
-    # The pipeline has filled after so many steps. Stages of unequal cost settle in a few times that; steps of a few
-    # microbatches have rhythms longer than a step, which are evened out over many.
+    # The pipeline is full after this many steps. Stages of unequal cost need a few times that until they are steady.
+    # Steps of few microbatches have patterns longer than a step, which average out over many steps.
     steps_to_fill = 1 + depth * (num_stages - 1) // num_microbatches
     num_steps = max(20 * steps_to_fill, MAX_SIMULATED // 8 // actions_per_step)
     if num_steps * actions_per_step <= MAX_SIMULATED:
@@ -280,23 +287,23 @@ def _asynchronous(name: str, costs: StageCosts, num_microbatches: int) -> Predic
 
 
 def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int, is_two_bw: bool) -> float:
-    """The pace of a pipeline that never drains: that of its slowest round trip.
+    """Returns the step time of a pipeline that never drains. Its slowest round trip determines it.
 
-    A stage is `depth` forwards further ahead than the next. So a round trip from stage s to stage t and back, which
-    costs all forwards and backwards on the way and 2 (t - s) latencies, moves s on by n = depth (t - s) + 1
-    microbatches, and a step takes at least m / n of it. With s = t this is the work of one stage. The slowest of these
-    is exact when updates take no time.
+    A stage is `depth` forwards further ahead than the next. A round trip from stage s to stage t and back costs all
+    forwards and backwards on the way and 2 (t - s) latencies. It advances s by n = depth (t - s) + 1 microbatches, so a
+    step takes at least m / n round trips. For s = t this is the work of one stage. The slowest of these is exact if
+    updates take no time.
 
-    An update is added once per step, or per round trip if that is longer, as it stands in the way of the stage where a
-    trip ends (in two_bw also of that where it turns). That is an approximation, off by a part of update /
-    step time: at most 0.9 % where tests/plan/test_predict.py compares it with simulations, at most 0.7 % on 16 stages
-    with 50 or 64 microbatches and updates of up to ten slots, and 2.2 % for paci on 3 stages with 7 microbatches and a
-    latency as long as a forward. So small a pipeline is simulated.
+    An update is added once per step, or per round trip if that is longer, because it delays the stage where a trip ends
+    (in two_bw also the stage where it turns). This is an approximation. Its error is a part of update / step time: at
+    most 0.9 % where tests/tools/plan/test_predict.py compares it with simulations, at most 0.7 % on 16 stages with 50
+    or 64 microbatches and updates of up to ten slots, and 2.2 % for paci on 3 stages with 7 microbatches and a latency
+    as long as a forward. But such a small pipeline is simulated.
     """
     stages = np.arange(costs.num_stages)
     slot, update = np.array(costs.forward) + np.array(costs.backward), np.array(costs.update)
     before = np.concatenate([[0.0], np.cumsum(slot)])
-    hops = stages[None, :] - stages[:, None]  # from s, down, to t, across
+    hops = stages[None, :] - stages[:, None]  # rows: from s, columns: to t
     trip = before[None, 1:] - before[:-1, None] + 2 * costs.latency * hops
     num_moved = depth * hops + 1
     met = np.maximum(update[:, None], update[None, :] if is_two_bw else 0.0)

@@ -1,6 +1,7 @@
-"""What a delay costs in tokens: how many more a delayed run needs to reach the loss of a run without delay.
+"""The token price of a delay: how many times the tokens a delayed run needs to reach the loss of a run without delay.
 
-Speed alone would recommend whatever never waits. A schedule is worth its tokens per second divided by this price.
+A plan that compared only speed would recommend schedules that never wait. So it compares tokens per second divided by
+this price.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ PRICES = {
     "adan": (1.53, 1.64),
     "adamw": (1.47, 3.18),
 }
-"""Of one update of delay, with error feedback and without. muon: 12,207 steps ("The length of the run"; 24,414 small
-ones cost nothing, "More steps"). The others: 3,052 steps ("The gap"), and less in longer runs."""
+"""Price of one update of delay, with error feedback and without, from docs/results/delay.md. muon: runs of 12,207 steps
+("The length of the run"; with 24,414 small steps there was no cost, "More steps"). The others: runs of 3,052 steps
+("The gap"); longer runs cost less."""
 UNKNOWN = "adamw"
-"""What an optimizer that was not measured is taken for: the most sensitive that was."""
+"""Optimizer whose price is used for an optimizer that was not measured: the most sensitive one."""
 
 
 def token_price(section: OptimizerSection, schedule: str, delay: int) -> float:
-    """delay: of the stage that is latest. More than one update was not measured with every optimizer: each is taken to
-    cost what the first does."""
+    """Returns the token price. delay: the largest delay of any stage. A delay of more than one update was not measured
+    with every optimizer. Each further update is assumed to cost as much as the first."""
     if delay == 0:
         return 1.0
     with_feedback, without = PRICES.get(section.name, PRICES[UNKNOWN])

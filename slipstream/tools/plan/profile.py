@@ -1,13 +1,13 @@
-"""Measures what every layer of a model costs here: `slipstream profile`.
+"""Measures the costs of every layer of a model on this device: `slipstream profile`.
 
 One layer of each kind (embedding, block, head with the loss) is built with its weights and timed alone: forward,
-backward with and without gradients of the weights, and the update as the program makes it. Medians, after a warm-up; on
-CUDA between events. With train.compile the layers are compiled, as a stage's are. Blocks are all alike, so one stands
-for all; where only the first of them are dense, one of these is timed besides. Experts are loaded as their initial
-weights happen to load them.
+backward with and without gradients of the weights, and the update with the program's own code. The results are medians
+after a warm-up; CUDA times are taken between events. With train.compile the layers are compiled, as in a stage. All
+blocks are equal, so only one is timed. If only the first blocks are dense, one of them is timed too. The load of
+experts is that of their initial weights.
 
-In slices of a GPU (tools/bench/slices.py) the other slices compute meanwhile, as in a run: what is alone on a GPU has
-the whole bandwidth of its memory, and a higher clock.
+In slices of a GPU (tools/bench/slices.py) the other slices compute at the same time, as in a run. A process alone on a
+GPU would have the whole memory bandwidth and a higher clock.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .memory import MemoryModel, blocks_of
 WARMUPS, REPEATS = 2, 7
 
 ENOUGH_SECONDS = 3.0
-"""A measurement that takes longer than this is not repeated further, once it was made twice."""
+"""Time after which a measurement is not repeated any more, if it was made at least twice."""
 
 READY_SECONDS = 120.0
-"""For all slices to have come to their GPU."""
+"""Timeout for all slices to start on their GPU."""
 
 Progress = Callable[[str], None]
 
@@ -51,7 +51,7 @@ def measure_profile(config: Config, model: ModelSpec, tell: Progress) -> Profile
     device = torch.device(config.train.device)
     threads = torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.pipeline.stages))  # as a stage has them
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.pipeline.stages))  # as many as a stage has
     try:
         rows = []
         for kind in dict.fromkeys(layer_kinds(model)):
@@ -78,7 +78,7 @@ def measure_profile(config: Config, model: ModelSpec, tell: Progress) -> Profile
 
 
 def measure_in_slices(config: Config, model: ModelSpec, share: int) -> Profile:
-    """On one of pipeline.stages slices of a GPU, each with `share` percent of its multiprocessors."""
+    """Measures on one of pipeline.stages slices of a GPU, each with `share` percent of its multiprocessors."""
     context, num_slices = multiprocessing.get_context("spawn"), config.pipeline.stages
     ready, over, answer = context.Barrier(num_slices), context.Event(), context.SimpleQueue()
     with sliced(num_slices, share):
@@ -108,7 +108,7 @@ def _measure_in_slice(config: Config, model: ModelSpec, ready: Any, answer: Any)
 
 
 def _compute_until(config: Config, model: ModelSpec, ready: Any, over: Any) -> None:
-    """Forwards and backwards of a block."""
+    """Runs forwards and backwards of a block until `over` is set."""
     try:
         device = torch.device(config.train.device)
         layer, _ = _build("block", config, model, device)
@@ -117,14 +117,14 @@ def _compute_until(config: Config, model: ModelSpec, ready: Any, over: Any) -> N
         inputs = torch.randn(shape, device=device, dtype=precision_of(config).compute).requires_grad_()
         ready.wait(READY_SECONDS)
     except BaseException:
-        ready.abort()  # nobody waits for this one
+        ready.abort()  # so that no other process waits for this one
         raise
     while not over.is_set():
         for _ in range(4):
             outputs = layer(inputs)
             outputs.backward(outputs)
         if device.type == "cuda":
-            torch.cuda.synchronize()  # so that not more than this is under way at the end
+            torch.cuda.synchronize()  # limits the work that is still queued at the end
 
 
 def _measure(kind: str, config: Config, model: ModelSpec, device: torch.device) -> Row:
@@ -179,8 +179,8 @@ def _build(
 
 
 def _versions(layer: nn.Sequential, config: Config) -> WeightVersions:
-    """As two_bw keeps them, with masters of their own where precision or error feedback want them; the layer becomes a
-    working copy."""
+    """Creates weight versions as two_bw keeps them, with separate masters if precision or error feedback need them. The
+    layer becomes a working copy."""
     separate = config.optimizer.error_feedback != 0 or config.train.track_alignment
     dtypes = precision_of(config)
     return WeightVersions(layer, 2, separate_masters=separate, dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
@@ -204,11 +204,11 @@ def _measure_update(versions: WeightVersions, config: Config, device: torch.devi
 
 
 def _median(first: Callable[[], Any], then: Callable[[Any], None], device: torch.device, after: bool = False) -> float:
-    """Seconds of `first`, or with `after` of `then`, which gets what `first` returned."""
+    """Returns the median seconds of `first` or, with `after`, of `then`, which gets the result of `first`."""
     seconds: list[float] = []
     for repeat in range(WARMUPS + REPEATS):
         if repeat <= 1:
-            started = time.perf_counter()  # not counting what is done but once, such as compiling
+            started = time.perf_counter()  # without one-time work of the first repeat, such as compilation
         marks = [_mark(device)]
         value = first()
         marks.append(_mark(device))

@@ -1,10 +1,10 @@
-"""Ways to need less memory, from what costs nothing to what costs time: a plan tries them in this order.
+"""Ways to save memory, in the order in which a plan tries them: from those that cost nothing to those that cost time.
 
-    s    replicas share masters and optimizer state (optimizer.sharded), which also shares out the update
-    c    the loss in chunks of tokens: never all logits at once (train.loss_chunk_tokens)
-    r2   every second block is computed again in the backward (train.recompute_every), r1 every one
+    s    replicas share masters and optimizer state (optimizer.sharded), which also divides the work of the update
+    c    the loss is computed in chunks of tokens, never with all logits at once (train.loss_chunk_tokens)
+    r2   every second block is recomputed in the backward (train.recompute_every); r1: every block
 
-What the configuration asks for already is kept, and not undone.
+Savings that the configuration already has are kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ...model.spec import ModelSpec
 
 CHUNK_TOKENS = 1024
 MANY_ENTRIES = 4096
-"""Of a vocabulary whose logits are worth a chunk."""
+"""Size of the vocabulary from which its logits are computed in chunks."""
 
 
 def ever_smaller(config: Config, model: ModelSpec, num_devices: int, is_profiled: bool) -> Iterator[Config]:
-    """The configuration, then with one more way each. A profile is of the loss that it was measured with."""
+    """Yields the configuration, and then configurations with one more saving each. With a profile the loss is not
+    changed, because the profile was measured with it."""
     yield config
     if num_devices > 1 and not config.optimizer.sharded:
         config = replace(config, optimizer=replace(config.optimizer, sharded=True))
@@ -36,7 +37,7 @@ def ever_smaller(config: Config, model: ModelSpec, num_devices: int, is_profiled
 
 
 def marks(config: Config, num_replicas: int) -> str:
-    """Of the table."""
+    """Returns the marks of the savings in the table."""
     found = ["s"] if config.optimizer.sharded and num_replicas > 1 else []
     found += ["c"] if config.train.loss_chunk_tokens else []
     found += [f"r{config.train.recompute_every}"] if config.train.recompute_every else []
@@ -44,7 +45,7 @@ def marks(config: Config, num_replicas: int) -> str:
 
 
 def words(config: Config, asked: Config, num_replicas: int) -> list[str]:
-    """What a configuration has that was not asked for."""
+    """Returns texts for the savings of a configuration that the user did not ask for."""
     found = []
     if config.optimizer.sharded and not asked.optimizer.sharded and num_replicas > 1:
         found.append("replicas that share the optimizer")

@@ -1,10 +1,10 @@
-"""Which schedule, how many stages, how many microbatches: tries what can be tried, and says what each comes to.
+"""Searches the best schedule, number of stages and number of microbatches.
 
-A device is a stage of one of several like pipelines (replicas), which share the batch. For every number of stages the
-layers are cut so that the most expensive stage is as cheap as can be; for every schedule and every way to divide a
-replica's sequences into microbatches the step is predicted, and the memory of each stage counted. Only what fits is
-chosen from. Among options of nearly the same speed the larger microbatches win: what a matrix product loses when it is
-small is not in an estimate.
+A device is a stage of one of several equal pipelines (replicas), which share the batch. For every number of stages, the
+layers are cut so that the most expensive stage is as cheap as possible. For every schedule and every division of a
+replica's sequences into microbatches, the search predicts the step time and counts the memory of each stage. It chooses
+only among options that fit. Among options of nearly equal speed it prefers larger microbatches, because an estimate
+does not include the loss of efficiency of small matrix products.
 """
 
 from __future__ import annotations
@@ -23,42 +23,45 @@ from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
 from .predict import FLUSHING, IN_CHUNKS, Prediction, StageCosts, predict, why_not
 
 ALIKE = 0.02
-"""Options whose speeds differ by less than this share are taken to be equally fast."""
+"""Relative difference in speed below which options count as equally fast."""
 IDLE = {"gpipe": 1.0, "one_f_one_b": 1.0, "interleaved_1f1b": 0.5, "zero_bubble_h1": 1 / 3}
-"""Roughly, which share of a microbatch's way through the other stages a stage idles once per step."""
+"""Approximate idle time of a stage in each step, as a share of the time that a microbatch needs on all other stages."""
 MAX_SIZES = 5
-"""Microbatch sizes tried for each schedule and number of stages."""
+"""Number of microbatch sizes that are tried for each schedule and number of stages."""
 MAX_EVERY_COUNT = 16
-"""Up to as many devices, every number of stages is tried; beyond, those that leave no device idle."""
+"""Number of devices up to which every number of stages is tried. With more devices, only those that leave no device
+idle are tried."""
 DATA_PARALLEL = "data parallel"
-"""A pipeline of one stage: the whole model on every device."""
+"""Name of a pipeline of one stage: every device has the whole model."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     num_devices: int
     memory: float
-    """Bytes of one device that a run may use."""
+    """Memory of one device that a run may use, in bytes."""
     latency: float
-    """Seconds of a link, whatever the message."""
+    """Latency of a link in seconds, for messages of any size."""
     bandwidth: float
-    """Bytes per second of a link between two devices of a node, in one direction."""
+    """Bandwidth between two devices of a node in one direction, in bytes per second."""
     node_size: int | None = None
-    """Devices of a node; None: all."""
+    """Number of devices in a node. None means that all are in one node."""
     node_bandwidth: float = math.inf
-    """Bytes per second of every device's link to other nodes."""
+    """Bandwidth of every device's link to other nodes, in bytes per second."""
 
     @property
     def is_one_node(self) -> bool:
         return self.node_size is None or self.num_devices <= self.node_size
 
     def between_stages(self, num_stages: int) -> float:
-        """The slowest of the links between neighbours. Stages of a replica are next to each other."""
+        """Returns the bandwidth of the slowest link between neighbouring stages. The stages of a replica are on
+        consecutive devices."""
         is_inside = self.is_one_node or (self.node_size or 0) % num_stages == 0
         return self.bandwidth if is_inside else min(self.bandwidth, self.node_bandwidth)
 
     def between_replicas(self, num_stages: int) -> float:
-        """Of a ring through all replicas of a stage: those of them that are in one node share its links to others."""
+        """Returns the bandwidth of a ring through all replicas of a stage. The replicas in one node use all their links
+        to other nodes together."""
         if self.is_one_node:
             return self.bandwidth
         return min(self.bandwidth, max(1, (self.node_size or 0) // num_stages) * self.node_bandwidth)
@@ -67,24 +70,24 @@ class Cluster:
 @dataclass(frozen=True)
 class Option:
     schedule: str
-    """A schedule, or DATA_PARALLEL."""
+    """Name of a schedule, DATA_PARALLEL or FSDP."""
     num_stages: int
     num_replicas: int
     num_microbatches: int
-    """Of one replica, to a step."""
+    """Number of microbatches of one replica in a step."""
     microbatch_size: int
     layers_per_stage: tuple[int, ...]
     prediction: Prediction
     step_time: float
-    """Seconds, the sum of gradients over replicas included."""
+    """Seconds of a step, including the sum of gradients over replicas."""
     tokens_per_second: float
     memory: tuple[StageMemory, ...]
-    """By stage."""
+    """Memory of every stage."""
     fits: bool
     config: Config
-    """What it is for: that of the plan, and what saves memory."""
+    """Configuration of the option: that of the plan, with its memory savings."""
     is_free: bool = False
-    """Nothing faster was left out for want of memory."""
+    """Whether no faster option was left out because of its memory."""
 
     @property
     def largest_stage(self) -> int:
@@ -92,7 +95,7 @@ class Option:
 
     @property
     def bubble(self) -> float:
-        """Share of the step that a device idles, on average."""
+        """Returns the mean share of a step in which a device is idle."""
         busy = sum(self.prediction.utilisation) / self.num_stages * self.prediction.step_time
         return 1 - busy / self.step_time
 
@@ -102,20 +105,20 @@ class Option:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the trainer plays this today."""
+        """Returns whether the trainer supports this option."""
         return self.schedule in TRAITS or self.schedule in ("two_bw_double", DATA_PARALLEL)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An option that has not been looked at closely."""
+    """An option before its exact prediction."""
 
     layers: tuple[int, ...]
     num_replicas: int
     num_microbatches: int
     microbatch_size: int
     guess: float
-    """Tokens per second."""
+    """Estimated tokens per second."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Search:
     costs: ModelCosts
     cluster: Cluster
     batch_size: int
-    """Sequences to a step, over all replicas."""
+    """Number of sequences in a step, over all replicas."""
     memory_model: MemoryModel
     _cuts: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -135,10 +138,12 @@ class Search:
         return whole.parameters
 
     def best(self, schedule: str) -> Option | str:
-        """The fastest option of a schedule that fits; if none fits, the one that keeps least; if there is none, why.
+        """Returns the fastest option of a schedule that fits. If none fits, it returns the one with the least memory.
+        If there is no option, it returns the reason.
 
-        A prediction takes a while, so the numbers of stages are tried in the order of a rough guess. If the smallest
-        microbatches do not fit, no others do; if they do, the largest that are as fast and fit are taken."""
+        A prediction is slow, so the numbers of stages are tried in the order of a rough estimate. If the smallest
+        microbatches do not fit, larger ones do not either. If they fit, the largest that are equally fast and fit are
+        chosen."""
         if schedule == FSDP:
             return self._best_sharded()
         trials, reason = self._trials(schedule)
@@ -170,7 +175,7 @@ class Search:
         one = self.memory_model.fully_sharded(num_devices, 1)
         sizes = _sizes(per_device)
         possible = [size for size in sizes if size * one.activations <= self.cluster.memory] or sizes[:1]
-        for size in reversed(possible):  # fewer microbatches, fewer gathers
+        for size in reversed(possible):  # fewer microbatches need fewer gathers
             memory = self.memory_model.fully_sharded(num_devices, size)
             prediction = fsdp_step(
                 self.costs.stages((num_layers,), size, 0.0),
@@ -189,7 +194,8 @@ class Search:
         return options[-1]
 
     def more_devices(self, schedule: str) -> Option | None:
-        """The first that fits on more devices than there are, one pipeline with a microbatch or two per stage."""
+        """Returns the first option that fits on more devices than there are, with one pipeline and two microbatches per
+        stage."""
         most = self.model.num_layers + 2
         counts = [self.cluster.num_devices * 2**i for i in range(1, 12)]
         for num_stages in sorted({count for count in counts if count < most} | {most}):
@@ -202,9 +208,10 @@ class Search:
         return None
 
     def _may_fit(self, smallest: Option, trial: Trial) -> bool:
-        """From the memory of smaller microbatches: as many of them in flight take more in proportion, at least."""
+        """Returns whether larger microbatches may fit. It computes a lower bound from the memory of smaller ones: with
+        as many microbatches in flight, the activations grow in proportion to the size."""
         ratio = trial.microbatch_size / smallest.microbatch_size
-        if smallest.schedule in ("gpipe", "pipedream"):  # as many sequences in flight, however they are divided
+        if smallest.schedule in ("gpipe", "pipedream"):  # all sequences are in flight, for any size
             ratio = 1.0
         least = (m.weights + m.gradients + m.optimizer + ratio * m.activations for m in smallest.memory)
         return max(least) <= self.cluster.memory
@@ -213,7 +220,8 @@ class Search:
         return max(cuts, key=len)
 
     def _trials(self, schedule: str) -> tuple[list[Trial], str]:
-        """All that the schedule can be played with, smaller microbatches first; or why there is nothing."""
+        """Returns all options that the schedule supports, smaller microbatches first, and the reason if there are
+        none."""
         trials, reason = [], "there are no two devices"
         name = "one_f_one_b" if schedule == DATA_PARALLEL else schedule
         for num_stages in [1] if schedule == DATA_PARALLEL else self.stage_counts():
@@ -232,13 +240,13 @@ class Search:
         return trials, reason
 
     def _cut(self, num_stages: int) -> tuple[int, ...]:
-        """Layers per stage, the same for all schedules."""
+        """Returns the layers per stage, which are the same for all schedules."""
         if num_stages not in self._cuts:
             self._cuts[num_stages] = tuple(partition([layer.compute for layer in self.costs.layers], num_stages))
         return self._cuts[num_stages]
 
     def unevenness(self, num_stages: int) -> float:
-        """How much more work than the mean the slowest stage has."""
+        """Returns the relative excess of the slowest stage's work over the mean."""
         costs = self.costs.stages(self._cut(num_stages), 1, 0.0)
         work = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         return max(work) / (sum(work) / num_stages) - 1
@@ -258,13 +266,13 @@ class Search:
                 yield count
 
     def _guess(self, name: str, layers: tuple[int, ...], num_replicas: int, num_microbatches: int, size: int) -> Trial:
-        """All microbatches through the slowest stage, and the share of filling and draining that is idle; exact only
-        for stages that are alike."""
+        """Estimates the speed: all microbatches pass through the slowest stage, and a share of filling and draining is
+        idle. The estimate is exact only for equal stages."""
         costs = self.stage_costs(layers, size, num_replicas)
         sending = self._sending(name, len(layers), num_microbatches, size)
         slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         steady = max(slots) + (2 * costs.latency if name not in ("gpipe", "pipedream", "two_bw_double") else 0.0)
-        # With too few microbatches to fill it, every schedule that drains idles.
+        # With too few microbatches to fill the pipeline, every schedule that drains is idle for some time.
         few = 1 - num_microbatches / (2 * len(layers)) if name in FLUSHING else 0.0
         idle = max(IDLE.get(name, 0.0), few) * (sum(slots) - max(slots))
         step_time = max(num_microbatches * steady + idle + max(costs.update), sending)
@@ -312,8 +320,9 @@ class Search:
         )
 
     def stage_costs(self, layers: tuple[int, ...], microbatch_size: int, num_replicas: int) -> StageCosts:
-        """Replicas that share an optimizer share its update: the one with most numbers to step has as much of the time,
-        roughly, for owners are chosen by what they cost."""
+        """Returns the costs of the stages. Replicas that share an optimizer divide its update. The replica with the
+        most values to step determines the time. This is approximate, because owners are chosen by the cost of the
+        update."""
         latency = self._latency(len(layers), microbatch_size) if len(layers) > 1 else 0.0
         costs = self.costs.stages(layers, microbatch_size, latency)
         shares = (self.memory_model.owned_share(layers, i, num_replicas) for i in range(len(layers)))
@@ -324,22 +333,24 @@ class Search:
         return self.cluster.latency + self._message(microbatch_size) / self.cluster.between_stages(num_stages)
 
     def _sending(self, name: str, num_stages: int, num_microbatches: int, microbatch_size: int) -> float:
-        """How long a link is taken in a step, in one direction. A prediction lets messages overtake each other's time,
-        so that a schedule with many in flight would hide any link; none is faster than this."""
+        """Returns how long a link is busy in a step, in one direction. A prediction allows messages on a link to
+        overlap in time, so a schedule with many messages in flight would hide any link. But no step is shorter than
+        this time."""
         if num_stages == 1:
             return 0.0
         passes = 2 if name in IN_CHUNKS else 1
         return passes * num_microbatches * self._message(microbatch_size) / self.cluster.between_stages(num_stages)
 
     def _message(self, microbatch_size: int) -> int:
-        """Bytes."""
+        """Returns the bytes of a message."""
         bytes_each = self.memory_model.dtypes.compute.itemsize
         return microbatch_size * self.model.sequence_length * self.model.dim * bytes_each
 
     def _with_replicas(self, name: str, step_time: float, layers: tuple[int, ...], num_replicas: int) -> float:
-        """A ring sums the gradients of a stage over its replicas: every device sends them nearly twice. It ends before
-        a synchronous update can begin; two_bw has a whole step for it. Where replicas share the optimizer, gradients go
-        to their owners, and the second time it is the new working copies that are sent."""
+        """Returns the step time with the sum of gradients over replicas. A ring sums the gradients of a stage, and
+        every device sends nearly twice their size. The sum must end before a synchronous update can start, while two_bw
+        has a whole step for it. If replicas share the optimizer, gradients are sent to their owners, and the second
+        transfer has the new working copies."""
         if num_replicas == 1:
             return step_time
         largest = max(passes.parameters for passes in self._stage_passes(layers))
@@ -352,7 +363,7 @@ class Search:
         return max(step_time, ring) if name.startswith("two_bw") else step_time + ring
 
     def _keeps(self, layers: tuple[int, ...]) -> float:
-        """What the largest stage keeps whatever the schedule: its weights and their gradient."""
+        """Returns the bytes that the largest stage keeps with any schedule: its weights and their gradients."""
         dtypes = self.memory_model.dtypes
         bytes_each = dtypes.compute.itemsize + dtypes.gradient.itemsize
         return bytes_each * max(passes.parameters for passes in self._stage_passes(layers))
@@ -366,13 +377,14 @@ class Search:
 
 
 def best_of(searches: Sequence[Search], schedule: str) -> Option | str:
-    """searches: each saves more memory than the one before. The fastest that fits, and among equals the one that saves
-    least; if none fits, the one that needs least; if there is none, why."""
+    """Returns the fastest option that fits. Among equally fast options it returns the one with the fewest memory
+    savings. If none fits, it returns the one with the least memory. If there is no option, it returns the reason.
+    searches: each saves more memory than the one before."""
     found: list[Option] = []
     reason = ""
     for search in searches:
         if found and found[-1].is_free and (found[-1].num_replicas == 1 or len(found) > 1 or schedule == FSDP):
-            break  # to save more is only slower; replicas that share an update may be faster
+            break  # more savings would only be slower, except that sharing the update among replicas may be faster
         option = search.best(schedule)
         if isinstance(option, str):
             reason = reason or option
@@ -405,7 +417,7 @@ def _stages(name: str, layers: tuple[int, ...], prediction: Prediction, num_repl
 
 
 def _sizes(num_sequences: int) -> list[int]:
-    """Microbatch sizes that divide the sequences evenly, smallest first."""
+    """Returns microbatch sizes that divide the number of sequences, smallest first."""
     sizes = []
     for size in range(1, num_sequences + 1):
         if num_sequences % size == 0:

@@ -1,4 +1,4 @@
-"""A plan as a table, as JSON and as a picture."""
+"""Shows a plan as a table, as JSON and as a figure."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "activations", "messages", "work", "overlap")
-# Okabe and Ito's colours, told apart by the colour-blind.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish.
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0c8a8")
 
 
 WIDE = 150
-"""Columns of a terminal that has room for the parts of the memory."""
+"""Width of a terminal, in columns, from which the table includes the parts of the memory."""
 NARROW_COLUMNS = ("schedule", "P x R", "m x size", "bubble", "tokens/s", "price", "GiB", "with")
 WIDE_COLUMNS = ("step s", "weights", "grads", "optimizer", "activations", "other")
 
 
 def plan_table(search: Search, options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
-    """width: of the terminal, in columns. What is essential fits into 80 of them."""
+    """Returns the table. width: the width of the terminal in columns. The essential columns fit into 80."""
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     names = [*NARROW_COLUMNS, *(WIDE_COLUMNS if width >= WIDE else ()), ""]
     for name in names:
@@ -94,7 +94,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advice) -> dict[str, Any]:
-    """What --json writes: all that the table has, for every stage."""
+    """Returns the data that --json writes: everything in the table, for every stage."""
     rows: list[dict[str, Any]] = []
     for name, option in options.items():
         if isinstance(option, str):
@@ -151,8 +151,8 @@ def can_draw() -> bool:
 
 
 def draw_plan(search: Search, options: Mapping[str, Option | str], advice: Advice, path: Path) -> None:
-    """Left: the step of every schedule, computing and idle. Right: every stage's memory, of the one recommended or else
-    of the one that needs least."""
+    """Draws the figure. Left: the step of every schedule, divided into computing and idle. Right: the memory of every
+    stage, for the recommended option or else for the one that needs the least."""
     import matplotlib
 
     matplotlib.use("Agg")

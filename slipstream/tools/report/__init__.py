@@ -1,1 +1,1 @@
-"""A run, or several side by side, as one page of HTML that needs nothing but a browser."""
+"""Writes one run, or several runs for comparison, as one HTML page that needs only a browser."""

@@ -1,4 +1,4 @@
-"""The line charts of a report: which there are, and the lines of each."""
+"""Defines the line charts of a report and the lines of each chart."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .series import Column, series
 from .stages import seconds_by_stage
 
 MAX_MARKS = 60
-"""Evaluations that get a dot each; more would run together."""
+"""Maximum number of evaluations that are drawn with a dot each. More dots would overlap."""
 THROUGHPUT_STEPS = 20
 NONE = "No update has recorded it."
 NO_ALIGNMENT = "Not recorded: the run has train.track_alignment = false, or fewer than three updates."
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
-    """By tab, in order."""
+    """Returns the charts of every tab, in order."""
     loss = _chart("Loss", "nats per token", _loss_lines(runs), "No loss has been recorded yet.")
     return {
         "overview": [loss],
@@ -52,7 +52,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
 def _chart(
     title: str, unit: str, lines: list[dict[str, Any]], missing: str, zero: bool = False, percent: bool = False
 ) -> dict[str, Any]:
-    """zero: the axis begins there. missing: what to say if there is nothing to draw."""
+    """Returns a chart. zero: whether the axis begins at 0. missing: the text to show if there is nothing to draw."""
     drawn = [line for line in lines if any(value is not None for value in line["y"])]
     return {"title": title, "unit": unit, "series": drawn, "missing": missing, "zero": zero, "percent": percent}
 
@@ -81,8 +81,9 @@ def _throughput_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def throughput(run: Run) -> Column:
-    """At every step, of the steps up to it. A single one says little: where a pipeline drains, at the end or before it
-    is resumed or reshaped, several updates follow each other at once."""
+    """Returns for every step the throughput over the last THROUGHPUT_STEPS steps. A single step would be misleading:
+    when a pipeline drains, at the end or before it is resumed or reshaped, several updates follow each other at
+    once."""
     seconds = np.nan_to_num(run.metrics.column("seconds"))
     tokens = np.nan_to_num(run.metrics.column("tokens_per_second")) * seconds
     ends = np.arange(1, len(seconds) + 1)
@@ -94,7 +95,7 @@ def throughput(run: Run) -> Column:
 
 
 def _group_lines(runs: Sequence[Run], key: str) -> list[dict[str, Any]]:
-    """A line for every group of parameters of every run."""
+    """Returns a line for every parameter group of every run."""
     return [
         series(_label(runs, run, name), index, run.metrics.steps, column, variant)
         for index, run in enumerate(runs)
@@ -102,7 +103,7 @@ def _group_lines(runs: Sequence[Run], key: str) -> list[dict[str, Any]]:
     ]
 
 
-# ---- by stage: several runs have a chart each, because their stages are not the same
+# ---- by stage: with several runs each run has its own chart, because their stages differ
 
 
 def _mean_utilisation(runs: Sequence[Run]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _mean_utilisation(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _known_mean(columns: Sequence[Column]) -> Column:
-    """Over the stages that there were: a run may change their number on its way."""
+    """Returns the mean over the stages that exist at each step. A reshape may change their number during a run."""
     known = np.isfinite(columns)
     total = np.where(known, columns, 0.0).sum(axis=0)
     mean: Column = np.divide(total, known.sum(axis=0), out=np.full_like(total, np.nan), where=known.any(axis=0))
@@ -124,7 +125,7 @@ def _known_mean(columns: Sequence[Column]) -> Column:
 
 
 def _expected(run: Run, index: int, name: str, variant: int) -> dict[str, Any]:
-    """What the schedule allows with the costs measured until then."""
+    """Returns the line of the utilisation that the schedule allows with the costs measured up to each step."""
     return series(name, index, run.metrics.steps, run.metrics.column("expected_utilisation"), variant)
 
 

@@ -1,4 +1,5 @@
-"""A run in a dozen figures, each as it is read; of several runs, which has the best."""
+"""Summarises every run in about ten figures, formatted as text. With several runs, it marks the run with the best
+value."""
 
 from __future__ import annotations
 
@@ -14,24 +15,25 @@ from .read import Run
 
 @dataclass(frozen=True)
 class Figure:
-    """What is worth saying of every run in one line."""
+    """One figure, with a value for every run."""
 
     label: str
     meaning: str
     values: tuple[float | None, ...]
-    """One per run, to compare; None where it is not known."""
+    """Values for the comparison, one per run. None means that the value is unknown."""
     texts: tuple[str, ...]
-    """The same as it is read."""
+    """Values as text."""
     details: tuple[str, ...]
-    """A few words more, or none."""
+    """Additional details as text; may be empty."""
     better: str = ""
-    """lower or higher; empty where neither is."""
+    """Which values are better: "lower" or "higher". Empty if neither is better."""
     differing: str = ""
-    """A setting in which the runs differ, and without which their values cannot be compared."""
+    """Name of a setting in which the runs differ and which makes their values incomparable. Empty if there is none."""
 
     @property
     def best(self) -> tuple[bool, ...]:
-        """None is best unless some other run is known to be worse, or where they cannot be compared."""
+        """Returns for every run whether it has the best value. No run is marked if the values are not comparable, or if
+        there are no two known values that differ."""
         known = [value for value in self.values if value is not None]
         if not self.better or self.differing or len(set(known)) < 2:
             return (False,) * len(self.values)
@@ -59,7 +61,7 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _differs(runs: Sequence[Run], name: str) -> bool:
-    """Between runs that say it."""
+    """Returns whether two runs have different values of a setting. Runs without a value are ignored."""
     said = [run.summary.get(name, run.config.get(name)) for run in runs]
     return len({str(value) for value in said if value is not None}) > 1
 
@@ -74,7 +76,7 @@ MEANINGS = {
     "Peak memory": ("of the stage that needs most", "lower"),
     "Progress": ("updates made", ""),
 }
-"""In the order they are shown: what each says, and which way is better."""
+"""Label of every figure, in the order in which they are shown, with its meaning and which values are better."""
 
 _DATA = ("data.tokenizer", "data.sources", "data.validation_sources", "data.validation_fraction", "model.vocab_size")
 _WORK = ("parameters", "model.sequence_length", "train.device")
@@ -84,12 +86,13 @@ ALIKE = {
     "Throughput": _WORK,
     "Peak memory": _WORK,
 }
-"""What runs must have in common for one of them to be called the best, of the summary or the configuration."""
+"""Settings, from the summary or the configuration, that must be equal in all runs before a figure can have a best
+run."""
 UNKNOWN = "not known"
 MAX_LISTED = 8
-"""Stages whose utilisation is told one by one."""
+"""Maximum number of stages whose utilisation is listed."""
 Entry = tuple[float | None, str, str]
-"""Value, text and detail."""
+"""Value, text and details."""
 
 
 def _of_run(run: Run) -> dict[str, Entry]:
@@ -147,7 +150,7 @@ def _throughput(run: Run) -> Entry:
 
 def _utilisation(run: Run) -> Entry:
     per_stage = numbers(run.summary, "utilisation", "per_stage")
-    if not per_stage:  # a run that goes on: as of its latest step
+    if not per_stage:  # a run that has not ended: use its latest step
         columns = run.metrics.group("utilisations").values()
         per_stage = [float(column[-1]) if np.isfinite(column[-1]) else None for column in columns]
     known = [value for value in per_stage if value is not None]
@@ -185,7 +188,7 @@ def _memory(run: Run) -> Entry:
 
 
 def shares_memory(run: Run) -> bool:
-    """Stages that are threads on a CPU see the memory of their one process."""
+    """Returns whether every stage reports the memory of the same process, because the stages are threads on a CPU."""
     return run.config.get("pipeline.transport") == "thread" and run.config.get("train.device", "cpu") == "cpu"
 
 
@@ -198,7 +201,7 @@ def _progress(run: Run, num_steps: int) -> Entry:
     return float(made), text, f"{known.max():,.0f} tokens" if len(known) else ""
 
 
-# ---- values out of trees that may lack them, and values as they are read
+# ---- read values from trees that may lack them, and format values as text
 
 
 def number(tree: Any, *path: str) -> float | None:

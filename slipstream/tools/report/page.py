@@ -1,7 +1,7 @@
-"""From runs to the page: what every tab shows, as data, and the HTML, style and script around it.
+"""Builds the page: the data of every tab, and the HTML, style and script that show it.
 
-Nothing that comes from a file is ever markup: data travels as JSON, in which no `<` is left, the script makes text
-nodes of it, and a policy in the page lets no script run but ours and no request leave.
+Nothing that comes from a file can act as markup. The data is JSON without any `<`, and the script turns it into text
+nodes. A Content-Security-Policy in the page allows only our own script to run and allows no requests.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .series import MAX_POINTS, evenly, short
 from .stages import memory, stage_table, time_split, timeline
 
 CHANGED = r"config\.until-step-(\d{1,15})\.toml"
-"""What a run leaves of its configuration when it is taken up with another."""
+"""Name of the file in which a run keeps its earlier configuration when it is resumed with a different one."""
 SCRIPTS = ("charts.js", "timeline.js", "page.js")
 CLOCK_POINTS = 400
-"""To turn steps into tokens and seconds: both grow steadily, so a few are enough."""
+"""Number of points that convert steps into tokens and seconds. A few are enough, because both grow steadily."""
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole document."""
+    """Returns the HTML document."""
     folder = files(__package__)
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -49,12 +49,12 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a Content-Security-Policy wants it."""
+    """Returns the hash of a script or style in the format of a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def as_json(data: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Returns JSON that cannot close the HTML element that contains it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -101,7 +101,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _turns(run: Run) -> list[dict[str, Any]]:
-    """After which steps the run changed its shape, or was taken up: marks on every chart."""
+    """Returns the steps after which the run changed its layout or was resumed. Every chart marks them."""
     reshapes = run.summary.get("reshapes")
     found = [
         (number(turn, "step"), f"{turn.get('before')} -> {turn.get('after')} (stages x replicas)")
@@ -115,7 +115,7 @@ def _turns(run: Run) -> list[dict[str, Any]]:
 
 
 def _clock(run: Run) -> dict[str, list[float | None]]:
-    """Steps, tokens and seconds side by side, from the start of the run."""
+    """Returns steps, tokens and seconds since the start of the run, as parallel lists."""
     metrics = run.metrics
     kept = evenly(len(metrics.steps), CLOCK_POINTS)
     seconds = np.cumsum(np.nan_to_num(metrics.column("seconds")))
@@ -135,7 +135,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _config(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every setting of any run; null where a run has no value for it."""
+    """Returns every setting that any run has. null means that a run has no value for it."""
     paths = {path: None for run in runs for path in run.config}
     rows = []
     for path in paths:

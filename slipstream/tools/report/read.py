@@ -1,4 +1,5 @@
-"""A run's folder as data. What is missing is noted in words; what cannot be read is an error that names the file."""
+"""Reads the folder of a run. A missing file becomes a note in the report. A file that cannot be read raises an error
+that names it."""
 
 from __future__ import annotations
 
@@ -19,30 +20,30 @@ from ...schedule import Action, Op
 from .series import Column
 
 FILES = ("config.toml", "metrics.jsonl", "summary.json")
-"""A folder with none of them is no run."""
+"""Files of a run. A folder without any of them is not a run."""
 MAX_SPANS = 12_000
-"""Of a trace, the latest: what a browser draws without a hitch."""
+"""Maximum number of spans of a trace, of which the latest are kept. A browser draws this many smoothly."""
 LETTERS = {op.name.lower(): str(op) for op in Op} | {"evaluation": str(Op.EVALUATE), "wait": "W"}
-"""What an event of the trace is called on the timeline, by its category."""
+"""Letter of an event on the timeline, by the event's category in the trace."""
 
 Key = tuple[str, ...]
-"""Where a number stands in an update's object: ("learning_rates", "matrices")."""
+"""Path of a number in the JSON object of an update, such as ("learning_rates", "matrices")."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """metrics.jsonl by column, one number per update; nan where an update says nothing."""
+    """Content of metrics.jsonl by column, with one number per update. nan means that the update has no value."""
 
     steps: Column
-    """Updates made, counted from 1."""
+    """Number of updates made, counted from 1."""
     columns: dict[Key, Column]
     validation_steps: Column
     validation_losses: Column
     is_torn: bool = False
-    """The last line is half a line: the run was writing it."""
+    """Whether the last line is incomplete because the run was still writing it."""
 
     def group(self, name: str) -> dict[str, Column]:
-        """The columns of one object, by the names in it, or of one list, by index."""
+        """Returns the columns of one object by the names in it, or the columns of one list by index."""
         return {key[1]: column for key, column in self.columns.items() if len(key) == 2 and key[0] == name}
 
     def column(self, *key: str) -> Column:
@@ -56,11 +57,11 @@ class TraceSpan:
     microbatch: int
     version: int
     start: float
-    """In microseconds, as is the duration."""
+    """Start in microseconds. The duration has the same unit."""
     duration: float
     name: str
     in_background: bool = False
-    """Beside other actions."""
+    """Whether the action ran in the background, at the same time as other actions."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,17 @@ class Run:
     folder: Path
     metrics: Metrics
     summary: dict[str, Any]
-    """Empty before a run has ended."""
+    """Content of summary.json. Empty if the run has not ended."""
     config: dict[str, Any]
-    """Every setting by its path."""
+    """Value of every setting, by its dotted path."""
     spans: tuple[TraceSpan, ...]
     notes: tuple[str, ...] = field(default=())
-    """What is missing, a sentence each."""
+    """Sentences that say what is missing."""
 
 
 def read_run(folder: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
-    """advance: is told how many bytes of the metrics have been read."""
+    """Reads the folder of a run. advance: called with the number of bytes of each line of metrics.jsonl that has been
+    read."""
     check_is_run(folder)
     notes = []
     summary = _read_object(folder / "summary.json")
@@ -176,7 +178,7 @@ def _garbage(path: Path, number: int, why: str) -> UsageError:
 
 
 def _number(value: Any) -> float:
-    """nan for what is no number, so that it becomes a gap."""
+    """Returns nan for a value that is not a number, so that the chart has a gap there."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
@@ -212,7 +214,7 @@ def _missing_metrics(metrics: Metrics) -> list[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
+    """Returns the JSON object in a file, or None if the file does not exist."""
     try:
         tree = json.loads(read_plain_file(path))
     except FileNotFoundError:
@@ -227,7 +229,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _read_config(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary's is complete; the file leaves out what has no value."""
+    """Returns all settings. The configuration in the summary is complete. It is preferred to config.toml, which lacks
+    fields that have no value."""
     tree = summary.get("config")
     if not isinstance(tree, dict):
         path = folder / "config.toml"
@@ -251,7 +254,7 @@ def _settings(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]
 
 
 def _spans(trace: dict[str, Any]) -> tuple[tuple[TraceSpan, ...], str]:
-    """In order of time, and a note if some had to be left out."""
+    """Returns the spans in order of time, and a note if some were left out."""
     events = trace.get("traceEvents")
     boxes = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"] if isinstance(events, list) else []
     spans = sorted(filter(None, map(_span, boxes)), key=lambda span: span.start)
@@ -266,7 +269,8 @@ def _spans(trace: dict[str, Any]) -> tuple[tuple[TraceSpan, ...], str]:
 
 
 def _span(event: dict[str, Any]) -> TraceSpan | None:
-    """None for what is none. Older traces say the stage only in the action's name."""
+    """Returns the span of an event, or None if the event is not a valid span. In older traces the stage is only in the
+    name of the action."""
     arguments = event.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
     name = str(event.get("name", ""))
@@ -280,7 +284,7 @@ def _span(event: dict[str, Any]) -> TraceSpan | None:
     if not op or numbers[0] < 0 or not math.isfinite(start + duration):
         return None
     row = event.get("tid")
-    in_background = isinstance(row, int) and row % 2 == 1  # a stage has two rows, this one and its own
+    in_background = isinstance(row, int) and row % 2 == 1  # a stage has two rows; the odd one is for background work
     if op == "W" and "action" in arguments:
         name = f"{name} of {arguments['action']}"
     return TraceSpan(numbers[0], op, numbers[1], numbers[2], start, duration, name, in_background)

@@ -1,4 +1,4 @@
-"""From a column of numbers to what a chart draws: few enough points to draw, and none of the extremes lost."""
+"""Reduces a column of numbers to the points of a chart: few enough to draw, but with all extremes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from numpy.typing import NDArray
 Column = NDArray[np.float64]
 
 MAX_POINTS = 2000
-"""Of one line, its means included. More than a screen has pixels, and 20 lines of them are still a small page."""
+"""Maximum number of points of one line, including its means. This is more than the pixels of a screen, and a page with
+20 such lines is still small."""
 
 
 def stretches(num_points: int, max_points: int = MAX_POINTS) -> list[NDArray[np.intp]]:
-    """The indices of a long column, cut so that three points of each stretch and a mean come to max_points."""
+    """Returns the indices of a long column in consecutive pieces. Three points and a mean of every piece add up to
+    max_points."""
     return np.array_split(np.arange(num_points), max(1, (max_points - 2) // 4))
 
 
 def thin(values: Column, max_points: int = MAX_POINTS) -> NDArray[np.intp]:
-    """The indices to draw: of every stretch its minimum, its maximum and one gap, of the whole its two ends. So a spike
-    of one step stays visible, and so does a nan."""
+    """Returns the indices to draw: the minimum, the maximum and one gap (nan) of every piece, and the two ends of the
+    column. So a spike or a nan of one step stays visible."""
     if len(values) <= max_points:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
@@ -37,7 +39,8 @@ def thin(values: Column, max_points: int = MAX_POINTS) -> NDArray[np.intp]:
 
 
 def means(steps: Column, values: Column) -> dict[str, list[Any]]:
-    """Of every stretch, at its middle: what a thinned line is about, where its extremes are only its noise."""
+    """Returns the mean of every piece, at its middle. The means show the trend of a thinned line, while its extremes
+    are mostly noise."""
     x, y = [], []
     for stretch in stretches(len(values)):
         known = values[stretch][np.isfinite(values[stretch])]
@@ -47,7 +50,7 @@ def means(steps: Column, values: Column) -> dict[str, list[Any]]:
 
 
 def short(value: float) -> float | None:
-    """Six digits, which no chart can show more of; None, which JSON can hold, for what is not known."""
+    """Rounds to six digits, which is more than a chart can show. Returns None, which JSON can hold, for inf and nan."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.6g}")
@@ -55,7 +58,8 @@ def short(value: float) -> float | None:
 
 
 def series(name: str, run: int, steps: Column, values: Column, variant: int = 0, marks: bool = False) -> dict[str, Any]:
-    """A line of a chart. variant: which of the lines of the same run; marks: a dot for every point."""
+    """Returns a line of a chart. variant: the index among the lines of the same run. marks: whether to draw a dot for
+    every point."""
     kept = thin(values)
     return {
         "name": name,
@@ -69,5 +73,5 @@ def series(name: str, run: int, steps: Column, values: Column, variant: int = 0,
 
 
 def evenly(num_items: int, max_items: int) -> NDArray[np.intp]:
-    """Indices with the first and the last among them, for columns that grow steadily."""
+    """Returns evenly spaced indices, including the first and the last. They are for columns that grow steadily."""
     return np.unique(np.linspace(0, num_items - 1, min(num_items, max_items)).round().astype(np.intp))

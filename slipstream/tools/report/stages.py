@@ -1,4 +1,4 @@
-"""What a report says of every stage: where its time went, what it did when, its memory."""
+"""The data of a report about every stage: how it spent its time, its timeline and its memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .read import Run
 from .series import Column, evenly, short
 
 SPLIT_POINTS = 200
-"""Per stage and kind of time: a zoomed range begins and ends at one of them, or between two."""
+"""Number of points per stage and kind of time. A zoomed range begins and ends at one of them, or between two."""
 PARTS = ("forward", "backward", "evaluation", "update", "data", "wait_activations", "wait_gradients", "wait_sums")
-"""Of a stage's time, in the order they are stacked; whatever else a run has recorded comes after."""
+"""Kinds of time of a stage, in the order in which they are stacked. Other recorded kinds follow."""
 
 
 # ---- where the time went
 
 
 def seconds_by_stage(run: Run) -> list[dict[str, Column]]:
-    """Per stage, the seconds of every step by what they were spent on."""
+    """Returns for every stage the seconds of every step, by kind of time."""
     stages: dict[int, dict[str, Column]] = {}
     for key, column in run.metrics.columns.items():
         if len(key) == 3 and key[0] == "stage_seconds" and key[1].isdecimal():
@@ -31,8 +31,9 @@ def seconds_by_stage(run: Run) -> list[dict[str, Column]]:
 
 
 def time_split(run: Run) -> dict[str, Any]:
-    """Shares of the steady window, from the summary; and sums up to a step, from which the page makes the shares of any
-    range of steps. A run that has neither may have the busy seconds of older summaries."""
+    """Returns the shares of each kind of time in the steady window, from the summary, and cumulative sums over steps.
+    From the sums the page computes the shares of any range of steps. If a run has neither, the busy seconds of older
+    summaries are used."""
     steps, stages = run.metrics.steps, seconds_by_stage(run)
     given = run.summary.get("time_split")
     window = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
@@ -69,7 +70,7 @@ def _busy(run: Run) -> list[dict[str, float]]:
 
 
 def stage_table(run: Run) -> dict[str, Any]:
-    """A row per stage; columns of which nothing is known are left out."""
+    """Returns a table with a row per stage. Columns without any value are left out."""
     summary = run.summary
     columns: dict[str, list[str]] = {
         "layers": _texts(numbers(summary, "layers_per_stage"), "{:g}".format),
@@ -102,7 +103,8 @@ def memory(run: Run) -> dict[str, Any]:
 
 
 def timeline(run: Run) -> dict[str, Any]:
-    """Microseconds from the first span on. Only a wait brings its name: the others are spoken from their numbers."""
+    """Returns the spans, in microseconds since the first one. Only a wait includes its name. The page builds the names
+    of the others from their numbers."""
     origin = min((span.start for span in run.spans), default=0.0)
     spans = []
     for span in run.spans:

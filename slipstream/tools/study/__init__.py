@@ -1,1 +1,2 @@
-"""One process, many runs: optimizers x {sync, async, async with error feedback}, from a TOML grid."""
+"""Trains and compares many runs from a TOML grid: optimizers x {sync, async, async with error feedback}. Each run is
+one process."""

@@ -1,7 +1,7 @@
-"""One cell of a study: a configuration as `slipstream train` takes it, and what only a study may choose.
+"""One cell of a study: a configuration of `slipstream train`, and settings that only a study has.
 
-Two cells that would compute the same numbers have the same id, and are run once: a synchronous run, for one, does not
-care about error feedback, so a grid over its coefficient runs one of it.
+Two cells that would compute the same numbers have the same id, and only one of them runs. For example, error feedback
+has no effect on a synchronous run, so a grid over its coefficient has only one synchronous run.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ COMPILE_MODES = ("default", "reduce-overhead")
 class Cell:
     config: Config
     mode: str = ""
-    """What the table calls it: sync, async, ef, or a name from the grid."""
+    """Name of the mode in the table: sync, async, ef, or a name that the grid defines."""
     setting: dict[str, Any] = field(default_factory=dict)
-    """The axes that put it where it is in the grid, by dotted field; mode, optimizer and seed aside."""
+    """Values of the grid's axes for this cell, by dotted field, without mode, optimizer and seed."""
     delays: tuple[int, ...] = ()
-    """Per stage; empty: those of the schedule."""
+    """Delay of each stage. Empty means the delays of the schedule."""
     predictor: str = ""
-    """What foretells the next update, for error feedback: see study.predictors. Empty: what a pipeline expects."""
+    """Name of the predictor of the next update, for error feedback (study.predictors). Empty means the predictor of a
+    pipeline."""
     predictor_weight: float = 0.5
-    """k of two_term and damped."""
+    """Weight k of the predictors two_term and damped."""
     compute_dtype: str | None = None
-    """Of forward and backward; the masters keep train.dtype. None: that one."""
+    """Dtype of forward and backward. The masters keep train.dtype. None means train.dtype."""
     compile_mode: str | None = None
-    """default: forward and backward are compiled; reduce-overhead: and on a GPU, PACI and mixtures of experts aside,
-    one CUDA graph together. None: neither."""
+    """How forward and backward are compiled. "default" compiles them. "reduce-overhead" also captures both in one CUDA
+    graph, on a GPU and except for PACI and mixtures of experts. None means neither."""
 
     def validate(self) -> None:
-        """What is the study's own; the configuration is checked by `build_components`."""
+        """Checks the settings that only a study has. `build_components` checks the configuration."""
         if self.predictor and self.predictor not in PREDICTORS:
             raise ConfigError(f"predictor = {self.predictor!r} is unknown: choose one of {', '.join(PREDICTORS)}")
         for name, known in (("compute_dtype", COMPUTE_DTYPES), ("compile_mode", COMPILE_MODES)):
@@ -101,7 +102,7 @@ class Cell:
 
     @property
     def drift_warmups(self) -> tuple[int, ...] | None:
-        """PACI: forwards ahead of the first backward, per stage."""
+        """Returns for PACI the number of forwards ahead of the first backward, per stage. None for other schedules."""
         schedule = schedule_of(self.config)
         if not schedule.traits.drifts:
             return None
@@ -112,23 +113,23 @@ class Cell:
         return not any(self.stage_delays) and not any(self.drift_warmups or ())
 
     def synchronous(self) -> Cell:
-        """The cell this one is measured against."""
-        # depth: one_f_one_b has no double one.
+        """Returns the synchronous cell with which this one is compared."""
+        # The depth is reset because one_f_one_b has no double depth.
         pipeline = dataclasses.replace(self.config.pipeline, schedule="one_f_one_b", depth="minimum")
         config = dataclasses.replace(self.config, pipeline=pipeline)
         return dataclasses.replace(self, config=config, mode="sync", delays=())
 
     @property
     def id(self) -> str:
-        """Of everything that decides its numbers, and of nothing else. What is off, zero or not given does not count:
-        a new field that is off by default leaves old ids alone."""
+        """Digest of all settings that determine the numbers of the cell, and of nothing else. Settings that are off,
+        zero or not given are left out, so that a new field that is off by default does not change old ids."""
         sections: dict[str, Any] = {name: _set_fields(section) for name, section in vars(self.config).items()}
         for name in ("run", "pipeline", "checkpoint"):
             del sections[name]
         for name in ("track_alignment", "non_finite"):
             sections["train"].pop(name, None)
         for section, choice, usual in (("model", "name", "decoder"), ("data", "loader", "files")):
-            if sections[section].get(choice) == usual:  # as in all studies before there was a choice
+            if sections[section].get(choice) == usual:  # the only possible value in studies before this field existed
                 del sections[section][choice]
         sections["optimizer"].pop("adamw_predictor", None)
         recompute_every = sections["train"].pop("recompute_every", 0)
@@ -146,7 +147,7 @@ class Cell:
             if len(set(self.stage_delays)) > 1 or self.drift_warmups:
                 sections["cut"] = (pipeline.stages, pipeline.layers_per_stage)
                 sections["delays"] = (self.stage_delays, self.drift_warmups)
-                if recompute_every and not pipeline.layers_per_stage:  # the cut is balanced by what blocks cost
+                if recompute_every and not pipeline.layers_per_stage:  # the balanced cut depends on block costs
                     sections["recompute_every"] = recompute_every
             else:
                 sections["delays"] = self.stage_delays[0]
@@ -154,18 +155,19 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder, and on the screen."""
+        """Name of the folder of the cell; also shown on the screen."""
         return f"{self.config.optimizer.name.rpartition('.')[2]}-seed{self.config.train.seed}-{self.id}"
 
 
 def _predictor(section: OptimizerSection) -> str:
-    """What a pipeline expects of the next update."""
+    """Returns the name of the predictor that a pipeline uses."""
     has_adamw = section.name == "adamw" or leaves_rest_to_adamw(section)
     return adamw_predictor(section) if has_adamw and not section.adamw_nesterov else "last"
 
 
 def _set_fields(section: Any) -> dict[str, Any]:
-    """Those that are not off, zero or not given. Where not given means a value found elsewhere, zero is another one."""
+    """Returns the fields that are not off, zero or not given. Where "not given" stands for a value from elsewhere, an
+    explicit zero is kept."""
     may_be_missing = {member.name for member in dataclasses.fields(section) if member.default is None}
     return {
         name: value

@@ -1,7 +1,7 @@
-"""A function of a batch as one CUDA graph: one launch for the host, whatever the number of kernels.
+"""Captures a function of a batch in one CUDA graph, so that the host makes one launch for all its kernels.
 
-torch.compile's own mode for it, reduce-overhead, makes a graph of the forward and one of the backward, and looks at
-every parameter's address before each. For a small batch that takes longer than the batch.
+torch.compile has a mode for this, reduce-overhead. But it makes one graph of the forward and one of the backward, and
+checks the address of every parameter before each of them. For a small batch these checks take longer than the batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ Batch = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
 
 WARMUP_CALLS = 3
-"""Before the capture: compilers compile, and libraries choose their kernels."""
+"""Number of calls before the capture, in which compilers compile and libraries select their kernels."""
 
 
 def captured(function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
-    """Everything else that the function reads stays where it is, and whatever it returns is overwritten by the next
-    call. No other thread may use the device meanwhile."""
+    """Returns a function that copies its batch into the graph's input and replays the graph. All other tensors that
+    `function` reads must stay at their addresses. The next call overwrites the result. No other thread may use the
+    device during the capture."""
     batch = (example[0].clone(), example[1].clone())
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

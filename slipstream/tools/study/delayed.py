@@ -1,12 +1,13 @@
-"""Training with delayed gradients in one process, fast: what a cell of a study runs.
+"""Fast training with delayed gradients in one process, for a cell of a study.
 
-It follows the pipeline's trajectory without a pipeline: batch t of a stage with delay d runs on the weights of t - d
-updates, so it is enough to keep the last d + 1 versions and to load the right one before each batch. The masters z, the
-optimizers and error feedback are those of `pipeline.update`; `reference.py` says the same, slowly.
+It computes the same numbers as a pipeline, without a pipeline. Batch t of a stage with delay d runs on the weights
+after t - d updates. So it is enough to keep the last d + 1 versions and to load the right one before each batch. The
+masters z, the optimizers and error feedback are those of `pipeline.update`. `reference.py` implements the same in a
+slow and simple way.
 
-Weights of one group and one delay lie end to end in one flat tensor, a `Slab`: clipping, decay, prediction and copies
-are then a handful of kernels each, whatever the number of parameters. Nothing waits for the device during a step, nor,
-where batches are small, the device for kernels to be launched one by one.
+The weights with the same group and delay are stored end to end in one flat tensor, a `Slab`. Clipping, decay,
+prediction and copies then take a few kernels each, whatever the number of parameters. The host never waits for the
+device during a step. For small batches, a CUDA graph avoids that the device waits for single kernel launches.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ from .predictors import Last, Predictor, make_predictor, pipeline_predictor
 
 @dataclass
 class Slab:
-    """The parameters of one group on the stages of one delay."""
+    """The parameters of one group on all stages with the same delay."""
 
     names: list[str]
     delay: int
     warmup: int | None
-    """PACI: forwards that run ahead of a backward."""
+    """Number of forwards that run ahead of a backward, for PACI. None for other schedules."""
     parameters: list[nn.Parameter]
-    """What the optimizer sees: views of `master`, some of them a stack of like matrices each, or `master` itself where
-    its rule is element by element."""
+    """Parameters of the optimizer. They are views of `master`; a view may be a stack of matrices of the same shape. If
+    the optimizer works element by element, `master` itself is the only parameter."""
     working: list[nn.Parameter]
-    """What forward and backward read, by name, in the dtype they compute in."""
+    """Parameters that forward and backward read, in the order of `names` and in the compute dtype."""
     room: Tensor | None
-    """Where they lie, end to end; None: each for itself."""
+    """Flat tensor that holds the working parameters end to end. None means that each has its own memory."""
     master: Tensor
-    """z, flat; so are those below."""
+    """Masters z as a flat tensor. The tensors below are flat too."""
     gradient: Tensor
     spare: Tensor
-    """z before the update, then x."""
+    """Scratch space: z before the update, then x."""
     versions: deque[Tensor]
-    """The newest weight versions, in the dtype of `working`; the newest is last."""
+    """Newest weight versions, in the dtype of `working`. The newest is the last."""
 
     def load(self, weights: Tensor) -> None:
-        """Into the working parameters, which stay where they are: a CUDA graph knows them by their address. Behind
-        autograd's back: PACI does so between a forward and its backward."""
+        """Copies weights into the working parameters. They keep their addresses, because a CUDA graph refers to them by
+        address. Autograd does not notice the copy, because PACI copies between a forward and its backward."""
         if self.room is not None:
             self.room.copy_(weights)
             return
@@ -73,7 +74,7 @@ class Slab:
         return self.versions[-1 - lag]
 
     def lag(self, step: int, microbatch: int, num_microbatches: int, sync_start_steps: int) -> int:
-        """How many versions before the newest a forward reads."""
+        """Returns how many versions before the newest a forward reads."""
         if step < sync_start_steps:
             return 0
         if self.warmup is None:
@@ -97,7 +98,7 @@ class GroupState:
     base_rates: list[float]
     predictor: Predictor
     previous: list[Tensor] | None = None
-    """The last update, kept from one step to the next where their cosine is asked for."""
+    """Last update, if the next step computes the cosine of both. None otherwise."""
     products: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
@@ -109,7 +110,7 @@ class DelayedRun:
         self.num_microbatches = config.pipeline.microbatches
         dtype = getattr(torch, config.train.dtype)
         compute_dtype = getattr(torch, cell.compute_dtype) if cell.compute_dtype else dtype
-        # The masters are drawn in their own dtype, and the working copy rounded from them.
+        # The masters are initialised in their own dtype. The working copy is rounded from them.
         network = _network(
             components.model,
             compute_dtype,
@@ -119,8 +120,8 @@ class DelayedRun:
             recomputed_layers(config, components.model),
         )
         self._loss = network.loss
-        # A graph takes no other weights between forward and backward, as PACI does, and cannot ask the device anything,
-        # as experts may have to for their loads.
+        # A graph cannot load other weights between forward and backward, as PACI does. It also cannot wait for a value
+        # from the device, which experts may need for their loads.
         can_be_graph = cell.drift_warmups is None and components.model.num_experts == 0
         self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and can_be_graph
         masters = _masters(components.model, dtype, device, config.train.seed)
@@ -146,7 +147,7 @@ class DelayedRun:
             rates = [g["lr"] for g in optimizer.param_groups]
             self.groups.append(GroupState(group, slabs, optimizer, rates, predictor))
         self.losses = torch.zeros(self.steps, dtype=torch.float64, device=device)
-        """By step, on the device."""
+        """Training loss by step, on the device."""
         self.clock = StepClock(device)
 
     @property
@@ -154,7 +155,7 @@ class DelayedRun:
         return (slab for state in self.groups for slab in state.slabs)
 
     def weights(self) -> dict[str, Tensor]:
-        """The masters by name."""
+        """Returns the masters by name."""
         found: dict[str, Tensor] = {}
         for slab in self._slabs:
             views = _views(slab.master, [parameter.shape for parameter in slab.working])
@@ -162,8 +163,9 @@ class DelayedRun:
         return found
 
     def train(self, track_every: int = 0) -> Iterator[int]:
-        """Yields the number of updates made, after each. track_every: steps from one cosine of consecutive updates to
-        the next; 0: none."""
+        """Trains, and yields the number of updates after each update.
+
+        track_every: number of steps between two cosines of consecutive updates. 0 means none."""
         gradients = self._as_graph(self._gradients, self._components.batches(0, 0))
         with _prefetched(self._batches(), self._device) as batches:
             for step in range(self.steps):
@@ -180,14 +182,14 @@ class DelayedRun:
                 yield self._components.batches(step, microbatch)
 
     def _as_graph(self, function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
-        """The function, or a CUDA graph of it."""
+        """Returns the function, or a CUDA graph of it if the cell uses graphs."""
         if not self._uses_graphs:
             return function
         inputs, targets = example
         return captured(function, (inputs.to(self._device), targets.to(self._device)))
 
     def _accumulate(self, step: int, batches: Iterator[Batch], gradients: Callable[[Batch], list[Tensor]]) -> None:
-        """The gradient of a batch, in every slab."""
+        """Computes the gradient of a batch into the gradient of every slab."""
         sync_start = self._cell.config.pipeline.sync_start_steps
         for microbatch in range(self.num_microbatches):
             for slab in self._slabs:
@@ -202,7 +204,7 @@ class DelayedRun:
                     slab.gradient.add_(gradient)
 
     def _gradients(self, batch: Batch) -> list[Tensor]:
-        """A microbatch's part of the loss, and of every slab's gradient."""
+        """Returns the contribution of a microbatch to the loss and to the gradient of every slab."""
         loss = self._loss(*batch) * (1 / self._components.batches.num_tokens(0))
         for slab in self._slabs:
             if slab.warmup is not None:
@@ -240,7 +242,7 @@ class DelayedRun:
         state.previous = [slab.spare - slab.master for slab in state.slabs] if is_next else None
 
     def _predict(self, state: GroupState, synchronous: bool) -> None:
-        """Leaves x in every slab's spare: z - lam d w."""
+        """Computes x = z - lam d w into the spare of every slab."""
         is_late = not synchronous and any(slab.delay for slab in state.slabs)
         lam = state.group.error_feedback if is_late else 0.0
         if isinstance(state.predictor, Last) or lam == 0:
@@ -253,7 +255,7 @@ class DelayedRun:
 
     @torch.no_grad()
     def evaluate(self) -> Tensor:
-        """The held-out loss of the masters, per token, on the device."""
+        """Returns the held-out loss of the masters per token, as a tensor on the device."""
         for slab in self._slabs:
             slab.load(slab.master)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -265,12 +267,12 @@ class DelayedRun:
     @functools.cached_property
     def _held_out_loss(self) -> Callable[[Batch], Tensor]:
         batches, _ = self._validation
-        loss = self._loss  # with `self` in it, the run and its graph would wait for the garbage collector
+        loss = self._loss  # not self._loss in the lambda: a reference cycle would keep the run and its graph alive
         return self._as_graph(lambda batch: loss(*batch), batches[0])
 
     @functools.cached_property
     def _validation(self) -> tuple[list[Batch], int]:
-        """The held-out set, where it is needed, and its tokens."""
+        """The held-out set on the device, and its number of tokens."""
         validation = self._components.validation
         assert validation is not None
         indices = range(len(validation))
@@ -279,7 +281,8 @@ class DelayedRun:
 
 
 class StepClock:
-    """Which share of a step's time the update takes. On a GPU the device's own clock, read when all is done."""
+    """Measures the share of a step's time that the update takes. On a GPU it records CUDA events and reads them at the
+    end."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -293,11 +296,11 @@ class StepClock:
         return event
 
     def add(self, *marks: float | torch.cuda.Event) -> None:
-        """Beginning of a step, beginning of its update, end."""
+        """Adds the marks of a step: start of the step, start of its update, end."""
         self._marks.append(list(marks))
 
     def optimizer_share(self) -> float:
-        """Over the second half of the run, when compilers and allocators have settled."""
+        """Returns the share over the second half of the run, after compilation and allocation."""
         late = self._marks[len(self._marks) // 2 :]
         update = sum(_between(middle, end) for _, middle, end in late)
         return update / sum(_between(start, end) for start, _, end in late)
@@ -323,7 +326,7 @@ def _clip(gradients: list[Tensor], clip_norm: float | None) -> None:
 
 
 class Network:
-    """The model, whose parameters a run fills before every batch, and the loss it gives."""
+    """A model, whose parameters a run fills before every batch, and its loss function."""
 
     def __init__(self, model: nn.Sequential, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._parameters = dict(model.named_parameters())
@@ -331,8 +334,9 @@ class Network:
         self._rooms: dict[tuple[str, ...], Tensor] = {}
 
     def lay_out(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
-        """The parameters of these names, and one tensor in which they lie end to end, always the same one. None, and
-        they stay where they are, if one would not begin at a multiple of 16 bytes, as compiled kernels expect."""
+        """Returns the parameters with these names and the flat tensor that holds them end to end. The same names always
+        get the same tensor. If a parameter would not start at a multiple of 16 bytes, which compiled kernels expect,
+        the tensor is None and the parameters stay where they are."""
         parameters = [self._parameters[name] for name in names]
         if any(p.numel() * p.element_size() % 16 for p in parameters):
             return parameters, None
@@ -351,11 +355,11 @@ def _network(
     loss_chunk_tokens: int,
     recomputed: tuple[str, ...],
 ) -> Network:
-    """Kept from one cell to the next: compiling takes longer than a short run."""
+    """Returns a network. It is cached for the following cells, because compilation takes longer than a short run."""
     with torch.device("meta"):
         model, loss_of = config.layers_and_loss(loss_chunk_tokens)
     model.to(dtype).to_empty(device=device)
-    config.initialise(model, seed=0)  # for its buffers, and to tie what is tied
+    config.initialise(model, seed=0)  # initialises the buffers and ties the tied weights
     if recomputed:
         model = Recomputing(OrderedDict(model.named_children()), recomputed)
 
@@ -376,7 +380,7 @@ def _masters(config: ModelSpec, dtype: torch.dtype, device: torch.device, seed: 
 
 
 def _stages(components: Components) -> Callable[[str], int]:
-    """From a parameter's name to its stage."""
+    """Returns a function from the name of a parameter to its stage."""
     stages = [stage for stage, size in enumerate(components.layers_per_stage) for _ in range(size)]
     stage_of_layer = dict(zip(components.model.layer_names, stages, strict=True))
     return lambda name: stage_of_layer[name.split(".")[0]]
@@ -391,7 +395,7 @@ def _slab(
     warmup: int | None,
     num_microbatches: int,
 ) -> Slab:
-    """Lays the masters end to end."""
+    """Creates a slab from masters and copies them end to end."""
     is_stacked = group.stacks and share_kernels(list(masters.values()))
     if is_stacked:
         masters = dict(sorted(masters.items(), key=lambda item: item[1].shape[-2:]))
@@ -422,7 +426,8 @@ def _slab(
 
 
 def _stacked(shapes: Sequence[torch.Size]) -> list[torch.Size]:
-    """Matrices and stacks of them, of which those alike are neighbours, as one stack for each kind."""
+    """Returns the shapes of stacks of matrices: neighbouring matrices, or stacks, with the same last two dimensions
+    become one stack."""
     kinds = itertools.groupby(shapes, key=lambda shape: shape[-2:])
     return [torch.Size((sum(shape.numel() for shape in alike) // kind.numel(), *kind)) for kind, alike in kinds]
 
@@ -434,7 +439,7 @@ def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Iterator[Batch]]:
-    """Reads a batch ahead in a thread, and copies it to the device without making anyone wait."""
+    """Reads one batch ahead in a thread. The copy to the device does not block."""
     is_cuda = device.type == "cuda"
 
     def read() -> Batch | None:

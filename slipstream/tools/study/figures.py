@@ -1,9 +1,9 @@
-"""What a study found, as pictures: loss curves, gaps to sync and their course, cosines of consecutive updates, a gap
+"""Draws the results of a study: loss curves, gaps to sync, gaps over time, cosines of consecutive updates, and gaps
 along an axis.
 
-Colour says mode where modes are compared within an optimizer, and optimizer where optimizers share a panel; both are
-given out in the order of the records, so figures of one study agree. matplotlib is an extra: without it, or without
-anything to draw, the functions return None.
+Colour shows the mode where modes of one optimizer are compared, and the optimizer where optimizers share a panel.
+Colours are assigned in the order of the records, so that all figures of a study agree. matplotlib is optional: without
+it, or without data, the functions return None.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Okabe and Ito's colours, told apart by the colour-blind; their yellow is too light for a line on white.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish. Their yellow is too light for a line on white.
 BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072b2", "#d55e00", "#009e73"
 PURPLE, ORANGE, SKY, GREY, BROWN = "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#7a5230"
 MODE_COLOURS = (BLACK, VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY, BROWN, GREY)
-"""sync, async, ef, then others as they appear."""
+"""Colours of sync, async and ef, then of other modes in the order in which they appear."""
 OPTIMIZER_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, BROWN, GREY)
 Style = Literal["-", "--", ":", "-."]
 STYLES: tuple[Style, ...] = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 UNITS = {"train.steps": "updates", "pipeline.sync_start_steps": "updates", "train.microbatch_size": "sequences"}
 WIDE_SPAN = 20.0
-"""Ratio of the largest to the smallest gap from which on the axis is logarithmic."""
+"""Ratio of the largest to the smallest gap from which the axis is logarithmic."""
 GAP = "gap to sync (nats per token)"
 TITLE_LETTERS = 32
-"""In a line above a panel."""
+"""Maximum number of characters in a line of a panel's title."""
 SMALL_GAP = 0.01
-"""Up to here the axis of a course is linear: it ends near 0, on either side."""
+"""Gap below which the axis of a course is linear, because a course ends near 0 on either side."""
 
 
 def _start() -> bool:
-    """Whether there is a matplotlib; if so, it draws without a screen from now on."""
+    """Returns whether matplotlib is installed. If so, selects its backend without a screen."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     import matplotlib
@@ -77,7 +77,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def _panels(names: Sequence[str], most_columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A grid of titled panels that share their axes; size: of one, in inches."""
+    """Creates a grid of panels with titles and shared axes. size: width and height of a panel in inches."""
     from matplotlib import pyplot
 
     num_columns = min(len(names), most_columns)
@@ -93,7 +93,7 @@ def _panels(names: Sequence[str], most_columns: int, size: tuple[float, float]) 
             continue
         panel.set_title(names[index], fontsize=10)
         panel.grid(alpha=0.3)
-        # In a last row that is not full, the panel above an empty place is the lowest of its column.
+        # If the last row is not full, a panel above an empty place is the lowest of its column and needs labels.
         panel.tick_params(labelbottom=index + num_columns >= len(names))
     return figure, panels[: len(names)]
 
@@ -103,7 +103,8 @@ def _colours(names: Iterable[str], palette: Sequence[str]) -> dict[str, str]:
 
 
 def _shades(owners: Mapping[str, Any], colours: Mapping[Any, str]) -> dict[str, str]:
-    """Names that share an owner get shades of its colour, the first the full one; in the order of `colours`."""
+    """Returns a colour for every name. Names with the same owner get shades of the owner's colour, and the first of
+    them gets the full colour. The result has the order of `colours`."""
     from matplotlib.colors import to_hex, to_rgb
 
     result = {}
@@ -121,14 +122,14 @@ def _mode_colours(records: Iterable[Record]) -> dict[str, str]:
 
 
 def _labels(table: Sequence[Row], axes: Sequence[str]) -> list[str]:
-    """What tells a row from others of its optimizer and mode, in words."""
+    """Returns for every row a text that distinguishes it from other rows of its optimizer and mode."""
     names = short_names(axes) | {RATE: "lr"}
     texts = [[(names[axis], value_text(row, axis)) for axis in axes] for row in table]
     return [", ".join(f"{name} {value}" for name, value in text if value) for text in texts]
 
 
 def _styles(labels: Iterable[str]) -> dict[str, Style]:
-    """By label: a line that needs no label is solid."""
+    """Returns a line style by label. The empty label gets the solid line."""
     return {label: STYLES[index % len(STYLES)] for index, label in enumerate(sorted(dict.fromkeys(labels), key=bool))}
 
 
@@ -140,13 +141,13 @@ def _style_handles(styles: Mapping[str, Style]) -> list[Line2D]:
 
 
 def _tables(records: Sequence[Record]) -> list[tuple[Row, list[Record]]]:
-    """Rows with their cells."""
+    """Returns all rows with their cells."""
     return list(zip(rows(records), cells_by_row(records), strict=True))
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Above the panels, where it covers nothing, in as many columns as there is room for."""
-    widths = [0.7 + 0.08 * len(handle.get_label()) for handle in handles]  # in inches, about
+    """Draws a legend above the panels, with as many columns as fit."""
+    widths = [0.7 + 0.08 * len(handle.get_label()) for handle in handles]  # approximately, in inches
     for num_columns in range(len(handles), 0, -1):
         columns = np.array_split(widths, num_columns)
         if sum(max(column) for column in columns) <= figure.get_figwidth() or num_columns == 1:
@@ -154,7 +155,7 @@ def _legend(figure: Figure, handles: Sequence[Any]) -> None:
                 handles=list(handles), loc="outside upper center", ncols=num_columns, frameon=False, fontsize=9
             )
             num_lines = -(-len(handles) // num_columns)
-            figure.set_figheight(figure.get_figheight() + 0.19 * max(num_lines - 2, 0))  # there is room for two
+            figure.set_figheight(figure.get_figheight() + 0.19 * max(num_lines - 2, 0))  # two lines fit without this
             return
 
 
@@ -162,9 +163,10 @@ def _legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 
 def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
-    """Held-out loss against tokens, a panel per optimizer and a colour per mode: the mean over seeds, with a band from
-    the least to the greatest. A run that diverged is a thin line that ends in a cross. Where an optimizer has more
-    settings than there are styles of lines, every synchronous run has a panel, with what is measured against it."""
+    """Draws held-out loss over tokens, with a panel per optimizer and a colour per mode. A line is the mean over seeds,
+    and a band shows the lowest and highest. A run that diverged is a thin line that ends in a cross. If an optimizer
+    has more settings than there are line styles, every synchronous run gets its own panel with the runs that are
+    compared with it."""
     table = [(row, cells) for row, cells in _tables(records) if any(map(curve, cells))]
     if not table or not _start():
         return None
@@ -207,13 +209,14 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
 
 
 def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
-    """The panels' names; of every row, which panel it is in, and what tells it from others there."""
+    """Returns the titles of the panels and, for every row, the index of its panel and the label that distinguishes it
+    there."""
     optimizers = short_names(row.optimizer for row in table)
     labels = _labels(table, varying(table))
     if len(_styles(labels)) <= len(STYLES):
         return list(optimizers.values()), [list(optimizers).index(row.optimizer) for row in table], labels
     syncs = _synchronous_rows(table)
-    first_of: dict[tuple[str, ...], Row] = {}  # where the synchronous one is missing
+    first_of: dict[tuple[str, ...], Row] = {}  # used if the synchronous row is missing
     heads = [sync or first_of.setdefault(row.baselines, row) for row, sync in zip(table, syncs, strict=True)]
     panels = {head.ids: head for head in heads}
     shared = varying([head for head in panels.values() if head.synchronous] or list(panels.values()))
@@ -227,13 +230,13 @@ def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
 
 
 def _synchronous_rows(table: Sequence[Row]) -> list[Row | None]:
-    """Of every row the one that it is measured against, if that is in the table."""
+    """Returns for every row its synchronous row, or None if that is not in the table."""
     sync_of = {cell: row for row in table if row.synchronous for cell in row.ids}
     return [next((sync_of[baseline] for baseline in row.baselines if baseline in sync_of), None) for row in table]
 
 
 def _name_end(panel: Axes, text: str, colour: str, line: int) -> None:
-    """In the upper right corner, for a curve that never comes down to the panel."""
+    """Writes the final loss in the upper right corner, for a curve that stays above the range of the panel."""
     panel.annotate(
         text,
         (1, 1),
@@ -248,7 +251,7 @@ def _name_end(panel: Axes, text: str, colour: str, line: int) -> None:
 
 
 def _over_seeds(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Where all seeds were evaluated: x, and there the mean, the least and the greatest."""
+    """Returns x, mean, lowest and highest at all points where every seed has a value."""
     by_seed = [dict(points) for points in curves]
     shared = [x for x in by_seed[0] if all(x in seed for seed in by_seed)] if by_seed else []
     values = np.array([[seed[x] for x in shared] for seed in by_seed or [{}]])
@@ -256,8 +259,9 @@ def _over_seeds(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[np.ndarr
 
 
 def _loss_range(records: Sequence[Record]) -> tuple[float, float]:
-    """From below the best to what the slower half had reached after a fifth of its tokens: the first evaluations would
-    flatten everything. Runs that end up to twice as high get room, but not such that would squeeze the others."""
+    """Returns the range of the loss axis. It begins below the best loss. It ends at the median loss after a fifth of
+    the tokens, because the first evaluations would flatten all curves. The range also includes runs that end at most
+    twice as high above the best loss as that, but not higher ones, which would compress the others."""
     finished = [record for record in records if final_loss(record) is not None and curve(record)]
     if not finished:
         losses = [loss for record in records for _, loss in curve(record)]
@@ -284,7 +288,8 @@ def _token_unit(most: int) -> tuple[float, str]:
 
 
 def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
-    """The gap to sync of every mode, as bars beside each other, for each optimizer; the smallest gap of async first."""
+    """Draws the gap to sync of every mode as bars, in one group per synchronous row. The group with the smallest gap of
+    async comes first."""
     table = rows(records)
     groups: dict[tuple[str, ...], list[Row]] = {}
     sync_rows: dict[tuple[str, ...], Row] = {}
@@ -299,7 +304,7 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
-    # What sync rows vary in names the group of bars; what varies beyond that names the bar.
+    # The axes in which sync rows differ name the group of bars. The other axes that vary name the bar.
     syncs = list(sync_rows.values())
     shared = varying(syncs)
     optimizers = short_names(row.optimizer for row in syncs)
@@ -341,14 +346,15 @@ def _joined(between: str, names: Sequence[str], labels: Sequence[str]) -> list[s
 
 
 def _plain_gap(group: Sequence[Row]) -> tuple[bool, float]:
-    """To sort by: of async; where that is missing or diverged, after all others."""
+    """Returns the sort key of a group: its async gap. Groups without it, because async is missing or diverged, come
+    last."""
     gaps = [row.gap.mean for row in group if row.mode == "async" and row.gap is not None]
     others = [row.gap.mean for row in group if row.gap is not None]
     return (False, min(gaps)) if gaps else (True, max(others, default=math.inf))
 
 
 def _bar(panel: Axes, row: Row, y: float, colour: str) -> None:
-    """With its number to the right of all that is drawn, also where the gap is negative."""
+    """Draws a bar. Its number is to the right of bar and whisker, also if the gap is negative."""
     words, right = [], 0.0
     if row.gap is not None:
         mean, spread = row.gap.mean, row.gap.spread or 0.0
@@ -367,13 +373,14 @@ def _bar(panel: Axes, row: Row, y: float, colour: str) -> None:
 
 
 def _span(gaps: Iterable[Estimate]) -> float:
-    """Ratio of the largest to the smallest, whatever their sign."""
+    """Returns the ratio of the largest to the smallest absolute gap."""
     sizes = [abs(gap.mean) for gap in gaps if gap.mean]
     return max(sizes) / min(sizes) if sizes else 1.0
 
 
 def _decade(gaps: Sequence[Estimate]) -> float:
-    """Up to where an axis is linear, so that it has a 0 and negative gaps: what is smaller is as good as none."""
+    """Returns the size below which the axis is linear, so that it can show 0 and negative gaps. Smaller gaps are
+    negligible."""
     sizes = [abs(gap.mean) for gap in gaps if gap.mean]
     return 10.0 ** math.floor(math.log10(max(min(sizes), max(sizes) / 100)))
 
@@ -386,7 +393,8 @@ def _plain(value: float, place: int | None = None) -> str:
 
 
 def draw_course(records: Sequence[Record], path: Path) -> Path | None:
-    """The gap to sync at the same step, of the longest runs: a colour per mode, shades of it for its settings."""
+    """Draws the gap to sync over steps, for the longest runs. Every mode has a colour, and its settings have shades of
+    it."""
     found = courses(records)
     if not found or not _start():
         return None
@@ -397,7 +405,7 @@ def draw_course(records: Sequence[Record], path: Path) -> Path | None:
     modes = {course.name: course.cell.mode for course in found}
     shades = _shades(modes, _mode_colours(records))
     for course in found:
-        steps = [step for step in course.gaps if step > 0]  # where all begin alike
+        steps = [step for step in course.gaps if step > 0]  # without step 0, where all runs are equal
         panel.plot(
             steps, [course.gaps[step] for step in steps], color=shades[course.name], linewidth=1.2, label=course.name
         )
@@ -419,8 +427,8 @@ def draw_course(records: Sequence[Record], path: Path) -> Path | None:
 
 
 def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
-    """Cosine of an update and the one before, under plain delay: a panel per parameter group, a colour per optimizer;
-    the mean, smoothed, over the seeds that finished, or over all if none did."""
+    """Draws the cosine of consecutive updates in mode async, with a panel per parameter group and a colour per
+    optimizer. A line is the smoothed mean over the seeds that finished, or over all seeds if none finished."""
     table = [(row, cells) for row, cells in _tables(records) if row.mode == "async" and any(c.cosines for c in cells)]
     if not table or not _start():
         return None
@@ -437,7 +445,7 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
     for (row, cells), label in zip(table, labels, strict=True):
         for panel, group in zip(panels, groups, strict=True):
             whole = [cell for cell in cells if final_loss(cell) is not None] or cells
-            # A nan that has been through JSON is None.
+            # JSON turns nan into None.
             found = [[(s, c) for s, c in cell.cosines.get(group, []) if c is not None] for cell in whole]
             steps, mean, _, _ = _over_seeds([points for points in found if points])
             if len(steps):
@@ -458,7 +466,7 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A moving average over a fortieth of the run, of what there is of that near the ends."""
+    """Returns a moving average over a fortieth of the run. Near the ends the window is shorter."""
     half = len(values) // 80
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
@@ -470,8 +478,9 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
-    """The gap to sync against one axis whose values are numbers, such as optimizer.momentum: a colour per optimizer, a
-    marker and a style per mode. Above the panel, a cross for every row of which a cell diverged."""
+    """Draws the gap to sync over one axis with numeric values, such as optimizer.momentum. Every optimizer has a
+    colour; every mode has a marker and a line style. Above the panel there is a cross for every row with a diverged
+    cell."""
     table = [row for row in rows(records) if not row.synchronous and _number(axes_of(row).get(axis)) is not None]
     table = [row for row in table if row.gap is not None or row.diverged]
     if not table or not _start():
@@ -523,7 +532,7 @@ def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
 
 
 def _tick_labels(xs: Sequence[float], is_log: bool) -> list[str]:
-    """From the right; those that would run into their neighbour stay empty."""
+    """Returns the tick labels. A label that would overlap its right neighbour is empty."""
     places = np.log(xs) if is_log else np.array(xs)
     room = 0.07 * (places[-1] - places[0])
     labels, last = [], math.inf
@@ -534,7 +543,7 @@ def _tick_labels(xs: Sequence[float], is_log: bool) -> list[str]:
 
 
 def _mark_diverged(panel: Axes, marks: Sequence[tuple[float, Row, str]]) -> None:
-    """marks: place, row, colour. Those at one place are stacked."""
+    """Marks rows with diverged cells above the panel. marks: x, row and colour. Marks with the same x are stacked."""
     stacked: dict[float, int] = {}
     for x, row, colour in marks:
         stacked[x] = stacked.get(x, 0) + 1
@@ -561,8 +570,8 @@ def _x(row: Row, axis: str) -> float:
 
 
 def _lines(table: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """By name. Rows of one optimizer and mode are one line, unless two of its points would share a place: then what
-    else varies tells the lines apart."""
+    """Returns the lines by name. All rows of one optimizer and mode form one line. If two of them have the same x, the
+    other axes that vary split them into several lines."""
     optimizers = short_names(row.optimizer for row in table)
     result: dict[str, list[Row]] = {}
     for key in dict.fromkeys((row.optimizer, row.mode) for row in table):

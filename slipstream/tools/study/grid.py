@@ -1,10 +1,10 @@
-"""A study's TOML file, and the cells it comes to.
+"""Reads the TOML file of a study and builds its cells.
 
     name = "momentum"
     compute_dtype = "bfloat16"           # also: compile_mode, description
     [config.train]                       # any section and field of `slipstream train`
     steps = 3000
-    [modes.half]                         # sync, async, ef, pipedream and paci are known; these are more
+    [modes.half]                         # in addition to sync, async, ef, pipedream and paci
     delays = [1, 0]
     pipeline.stages = 2
     [[grid]]                             # every combination of the values of each [[grid]]
@@ -13,8 +13,8 @@
     optimizer.momentum = [0.8, 0.95]
     train.seed = [0, 1, 2]
 
-Fields are those of the configuration, and delays, predictor and predictor_weight of a cell. What [[grid]] says wins
-over the mode, and the mode over [config]; but sync takes no notice of delays.
+The fields are those of the configuration, and delays, predictor and predictor_weight of a cell. [[grid]] overrides the
+mode, and the mode overrides [config]. The mode sync ignores delays.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ ONLY_UNDER_DELAY = {
     "pipeline.sync_start_steps",
     *CELL_FIELDS,
 }
-"""Axes that a synchronous cell takes no notice of."""
+"""Axes that have no effect on a synchronous cell."""
 
 
 @dataclass(frozen=True)
 class Grid:
     name: str
     cells: list[Cell]
-    """In the order of the file. Some may have one id, and different places in the grid."""
+    """Cells in the order of the file. Several cells may have the same id at different places in the grid."""
     description: str = ""
 
 
 @dataclass(frozen=True)
 class _Settings(Config):
-    """All that a cell can be given by name: a configuration's sections, and CELL_FIELDS."""
+    """All settings of a cell that have a name: the sections of a configuration, and CELL_FIELDS."""
 
     delays: tuple[int, ...] = Cell.delays
     predictor: str = Cell.predictor
@@ -133,18 +133,18 @@ def _read(tree: dict[str, Any], default_name: str) -> _File:
 
 
 def _combinations(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every choice of one value from each list, the first axis changing slowest."""
+    """Yields every combination of one value from each list. The first axis changes slowest."""
     axes = _flatten(entry)
     for name, values in axes.items():
         if values == []:
             raise ConfigError(f"grid: {name} = [] leaves nothing to run: give it a value, or leave it out")
     lists = [_values(name, value) for name, value in axes.items()]
     for combination in itertools.product(*lists):
-        yield _flatten(dict(zip(axes, combination, strict=True)))  # a list of tables varies their fields together
+        yield _flatten(dict(zip(axes, combination, strict=True)))  # a list of tables varies several fields together
 
 
 def _values(name: str, value: Any) -> list[Any]:
-    """Fields that are lists themselves vary as lists of lists."""
+    """Returns the values of an axis. A field whose value is a list varies as a list of lists."""
     is_list_field = name in ("delays", "data.sources", "data.validation_sources", "pipeline.layers_per_stage")
     if not isinstance(value, list) or (is_list_field and not (value and isinstance(value[0], list))):
         return [value]
@@ -152,7 +152,7 @@ def _values(name: str, value: Any) -> list[Any]:
 
 
 def _flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """{"train": {"seed": 1}} and {"train.seed": 1} alike to {"train.seed": 1}."""
+    """Turns both {"train": {"seed": 1}} and {"train.seed": 1} into {"train.seed": 1}."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{where}{name}"
@@ -170,7 +170,7 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
     values = vars(build(_Settings, _unflatten(settings), "")).copy()
     own = {name: values.pop(name) for name in CELL_FIELDS}
     config = Config(**values)
-    config = replace(config, pipeline=replace(config.pipeline, transport="thread"))  # which asks for no GPU per stage
+    config = replace(config, pipeline=replace(config.pipeline, transport="thread"))  # a thread needs no GPU per stage
     validate(config)
     config = _settled(config)
     cell = Cell(config, mode, {}, **own, compute_dtype=file.compute_dtype, compile_mode=file.compile_mode)
@@ -185,8 +185,9 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
 
 
 def _settled(config: Config) -> Config:
-    """As a pipeline's, except that dtypes are the study's own affair, and that AdamW's rate beside another has always
-    been a part of a cell's id, used or not."""
+    """Fills in defaults as a pipeline does, with two exceptions. The study chooses its own dtypes. The rate of AdamW
+    for the rest of the parameters is always set, because it has always been part of a cell's id, whether it is used or
+    not."""
     dtype = config.optimizer.newton_schulz_dtype or "float32"
     chosen = settled(config)
     return replace(

@@ -1,19 +1,20 @@
-"""Which update comes next? Error feedback runs a batch on z - lam d w, w being what is expected of the next update.
+"""Predictors of the next update. Error feedback runs a batch on z - lam d w, where w is the predicted next update.
 
-The paper's answer is the last update, a pipeline's that of its optimizers: the same, but for AdamW. These are others,
-to be judged beside them; they live in the study, and one moves to the optimizers when it has won. u: the update just
-made, v: the one before. All stay on the device.
+The paper predicts the last update. A pipeline uses the predictor of its optimizers, which is the same except for AdamW.
+The predictors here are alternatives to compare with these. They stay in the study; one that proves better moves to the
+optimizers. u is the update just made, v the one before. All tensors stay on the device.
 
-    (none)     what a pipeline expects
+    (none)     the predictor of a pipeline
     last       w = u
-    two_term   w = u + k (u - v)        k > 0 carries on a trend, k < 0 averages it away
+    two_term   w = u + k (u - v)        k > 0 continues a trend, k < 0 averages it away
     adaptive   w = c u                  c: least squares of each update on the one before, averaged over steps
-    fitted     w = a u + b v            a, b: likewise, on the two before
-    momentum   the update that the momentum alone would make, were the next gradient what it expects: the fresh
-               gradient's noise, which is in u and will not come again, is not in it (Muon: after Newton-Schulz)
-    damped     w = r - k n              n: as `momentum`; r: Nesterov's update, also of an optimizer without it. No good
-               guess, but a wrong one hurts as the loss is curved along it, and along the most curved directions this
-               one keeps a quadratic stable at twice the rate of `last` (beta 0.95, Nesterov: k 1.4)
+    fitted     w = a u + b v            a, b: the same, on the two updates before
+    momentum   the update from the momentum alone, as if the next gradient were equal to the momentum. It lacks the
+               noise of the last gradient, which is in u and will not occur again (Muon: after Newton-Schulz)
+    damped     w = r - k n              n: as in `momentum`; r: Nesterov's update, even if the optimizer
+               does not use it. This is not a good prediction. But a wrong prediction hurts more, the more the loss is
+               curved along it, and along the most curved directions this one keeps a quadratic stable at twice the
+               learning rate of `last` (beta 0.95, Nesterov: k 1.4)
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from ...optim.optimizer import expects_nesterov
 from ...optim.rules import orthogonal_update
 
 MEMORY = 0.9
-"""Of the running sums that coefficients are fitted to: ten steps or so."""
+"""Decay factor of the running averages to which coefficients are fitted: a window of about ten steps."""
 
 
 class Predictor(Protocol):
-    """One for every parameter group: it may remember."""
+    """Predicts the next update of a parameter group. Every group has its own instance, which may keep state."""
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        """From the updates just made, flat and in pieces, the ones expected next. What is returned is the caller's."""
+        """Returns the updates expected next. updates: the updates just made, as flat tensors. The caller owns the
+        result and may change it."""
 
 
 class Last:
@@ -46,7 +48,8 @@ class Last:
 
 
 class Own:
-    """That of the optimizer, for one that has a guess of its own and takes every flat piece for a parameter."""
+    """The prediction of the optimizer itself, for an optimizer that has one and whose parameters are the flat
+    tensors."""
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
         assert isinstance(optimizer, AdamW)
@@ -66,12 +69,13 @@ class TwoTerm:
 
 
 class Fitted:
-    """Least squares of the newest update on the `num_terms` before it; the normal equations are averaged over steps."""
+    """Least squares of the newest update on the `num_terms` updates before it. The normal equations are averaged over
+    steps."""
 
     def __init__(self, num_terms: int) -> None:
         self._num_terms = num_terms
         self._history: list[list[Tensor]] = []
-        """Newest first."""
+        """Last updates, newest first."""
         self._gram: Tensor | None = None
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
@@ -80,13 +84,13 @@ class Fitted:
             return updates
         # products[i, j] = <u[t-i], u[t-j]>
         products = torch.stack([self._products(i) for i in range(self._num_terms + 1)])
-        # Early updates grow with the warm-up; equal weights for all steps would hand the fit to the latest.
-        # Nor must a newest update of zero divide by nothing.
+        # Updates grow during the warm-up of the learning rate. Without this normalisation the latest steps would
+        # dominate the fit. The maximum and the clamp avoid a division by zero if the newest update is zero.
         size = torch.maximum(products[0, 0], 0.01 * products.diagonal().amax())
         products = products / size.clamp(min=torch.finfo(products.dtype).tiny)
         self._gram = products if self._gram is None else self._gram.lerp(products, 1 - MEMORY)
-        # A touch of ridge: two collinear updates must not make the system singular, nor one of zero. After that, it is
-        # the last update that is expected.
+        # A small ridge keeps the system regular if two updates are collinear or one is zero. If all are zero, the prior
+        # makes the last update the prediction.
         prior = 1e-12 * torch.eye(self._num_terms, dtype=products.dtype, device=products.device)
         normal = self._gram[1:, 1:] + 1e-6 * torch.diag(self._gram.diagonal()[1:]) + prior
         coefficients = torch.linalg.solve_ex(normal, self._gram[1:, :1] + prior[:, :1]).result.flatten().clamp(-2, 2)
@@ -107,14 +111,15 @@ class Fitted:
 
 class Momentum:
     def __init__(self, pieces: list[list[nn.Parameter]]) -> None:
-        """pieces: the optimizer's parameters, in the order in which they lie in each flat piece."""
+        """pieces: the parameters of the optimizer, in their order in each flat tensor."""
         self._pieces = pieces
 
     def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
         return self.forecast(optimizer, nesterov=False)
 
     def forecast(self, optimizer: Optimizer, nesterov: bool) -> list[Tensor]:
-        """The update that the momentum alone makes, or else Nesterov's, in which the last gradient counts twice."""
+        """Returns the update from the momentum alone or, with nesterov, Nesterov's update, in which the last gradient
+        counts twice."""
         forecast = _muon_forecast if isinstance(optimizer, Muon) else _adamw_forecast
         expected = forecast(optimizer, nesterov)
         return [torch.cat([expected[p].flatten() for p in piece]) for piece in self._pieces]
@@ -157,7 +162,7 @@ def _adamw_forecast(optimizer: Optimizer, nesterov: bool) -> dict[Tensor, Tensor
 
 
 def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, nesterov: bool) -> list[Tensor]:
-    """m, or Nesterov's beta m + (1 - beta) g."""
+    """Returns m or, with nesterov, beta m + (1 - beta) g."""
     if not nesterov:
         return means
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -166,9 +171,9 @@ def _directions(parameters: list[Tensor], means: list[Tensor], beta: float, nest
 
 PREDICTORS = ("last", "two_term", "adaptive", "fitted", "momentum", "damped")
 WEIGHTED = ("two_term", "damped")
-"""Those with a weight, k."""
+"""Predictors that have a weight k."""
 LOOK_INSIDE = ("momentum", "damped")
-"""Those that read the state of Muon and AdamW."""
+"""Predictors that read the state of Muon and AdamW."""
 
 
 def pipeline_predictor(optimizer: Optimizer) -> Predictor:

@@ -1,4 +1,4 @@
-"""What one cell of a study leaves behind: a line of JSON, from which every table and figure is drawn."""
+"""The result of one cell of a study, as a line of JSON. All tables and figures are made from these records."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from ...observe.metrics import finite
 @dataclass(frozen=True)
 class Evaluation:
     step: int
-    """Updates made."""
+    """Number of updates made."""
     tokens: int
-    """Trained on so far."""
+    """Number of tokens trained on so far."""
     loss: float
-    """On held-out text, in nats per token."""
+    """Loss on held-out text, in nats per token."""
 
 
 @dataclass(frozen=True)
 class Record:
     id: str
-    """Of the cell: a digest of everything that decides its numbers."""
+    """Id of the cell: a digest of everything that determines its numbers."""
     study: str
-    """The grid's name."""
+    """Name of the grid."""
     optimizer: str
-    """As in optimizer.name."""
+    """Name of the optimizer, as in optimizer.name."""
     mode: str
-    """sync, async, ef, or a mode that the grid defines."""
+    """Mode: sync, async, ef, or a mode that the grid defines."""
     seed: int
     setting: dict[str, Any]
-    """Every other axis of the grid by its dotted field, such as optimizer.learning_rate or train.steps, where it
-    touches this cell: what only matters under delay is left out of a synchronous one."""
+    """Values of all other axes of the grid, by dotted field, such as optimizer.learning_rate or train.steps. A
+    synchronous cell lacks the axes that matter only under delay."""
     baseline: str
-    """id of the synchronous cell that this one is measured against; its own, if it is synchronous."""
+    """Id of the synchronous cell with which this one is compared. A synchronous cell has its own id here."""
     learning_rate: float
-    """Peak rate."""
+    """Peak learning rate."""
     steps: int
-    """To be made; of a run that diverged, not all were."""
+    """Number of planned updates. A run that diverged made fewer."""
     tokens: int
-    """Of that many steps."""
+    """Number of tokens in the planned updates."""
     parameters: int
     final_loss: float | None
-    """Held-out loss at the end; None if it diverged."""
+    """Held-out loss at the end. None means that the run diverged."""
     seconds: float
     tokens_per_second: float
     optimizer_share: float
-    """Of a step's time, from the end of the backward to the next weights."""
+    """Share of a step's time from the end of the backward until the next weights are ready."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """In order; the first before any update."""
+    """Evaluations in order. The first is before any update."""
     cosines: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """By parameter group: (step, cosine of its update and the one before)."""
+    """By parameter group: pairs of a step and the cosine of its update and the update before."""
     machine: str = ""
     """Device and torch version."""
 

@@ -1,12 +1,12 @@
-"""What a study found: how much one step of delay costs each optimizer, and how much of that a correction gives back.
+"""Computes the results of a study: how much delay costs each optimizer, and how much of that a correction recovers.
 
     table = rows(read_records(path))
     print(markdown_table(table))
     print(sweep_table(records))
 
-A cell is measured against its synchronous cell, which `Record.baseline` names and which has the same seed: every gap is
-paired, and only then averaged. Settings are never compared for that, since a synchronous cell lacks what only matters
-under delay. A cell that diverged stays in the count of its row; means cover those that finished.
+Every cell is compared with its synchronous cell of the same seed, which `Record.baseline` names. So gaps are computed
+per pair, and then averaged. The pairs are not found by comparing settings, because a synchronous cell lacks the axes
+that matter only under delay. A cell that diverged still counts in its row; means cover only cells that finished.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any, Literal
 from .record import Evaluation, Record
 
 MODES = ("sync", "async", "ef")
-"""These come first; other modes follow as they appear."""
+"""Modes that come first. Other modes follow in the order in which they appear."""
 RATE, STEPS, STUDY = "optimizer.learning_rate", "train.steps", "study"
 UNCORRECTED = ("async", "pipedream", "paci")
-"""Modes that take the delay as it is, and so recover nothing."""
+"""Modes without a correction of the delay, which have no recovered share."""
 MAX_EXTRAPOLATION = 10.0
-"""How many times beyond the longest run, or below the shortest, a token overhead is still read off a straight line."""
+"""Maximum factor beyond the longest run, or below the shortest, up to which a token overhead is extrapolated."""
 
 OverheadWay = Literal["lengths", "curve"]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one number, over the seeds that have it."""
+    """Mean and spread of a number over the seeds that have it."""
 
     mean: float
     spread: float | None
-    """Sample standard deviation over seeds; None for one seed."""
+    """Sample standard deviation over seeds. None for one seed."""
     seeds: int
 
     @classmethod
@@ -55,7 +55,7 @@ class Row:
     """The cells of a study that differ only in their seed."""
 
     study: str
-    """Of the first cell; a row may draw on several."""
+    """Study of the first cell. The cells of a row may come from several studies."""
     optimizer: str
     mode: str
     setting: dict[str, Any]
@@ -64,24 +64,24 @@ class Row:
     tokens: int
     parameters: int
     ids: tuple[str, ...]
-    """Of the cells."""
+    """Ids of the cells."""
     baselines: tuple[str, ...]
-    """Of the cells, in the same order."""
+    """Ids of the baselines of the cells, in the same order."""
     seeds: int
-    """Cells in all, those that diverged included."""
+    """Number of cells, including those that diverged."""
     diverged: int
     loss: Estimate | None
-    """Final held-out loss, in nats per token; None if no cell finished."""
+    """Final held-out loss, in nats per token. None if no cell finished."""
     gap: Estimate | None
-    """Final loss less the baseline's; None for a synchronous row, and where no pair finished."""
+    """Final loss minus the final loss of the baseline. None for a synchronous row, or if no pair finished."""
     recovered: Estimate | None
-    """Share of plain delay's gap that is gone: 1 - gap / gap of async. None for async itself, and where async is
-    missing, diverged or no worse than sync."""
+    """Share of the gap of async that is removed: 1 - gap / gap of async. None for modes without a correction, and if
+    async is missing, diverged or is no worse than sync."""
     overhead: Estimate | None
-    """How many times the tokens the delayed run needs to end where sync does; see `token_overhead`."""
+    """How many times the tokens the delayed run needs to reach the final loss of sync (`token_overhead`)."""
     overhead_way: OverheadWay | None
     extrapolated: bool
-    """Whether the overhead of any seed lies beyond the lengths that were run."""
+    """Whether the overhead of any seed is extrapolated beyond the lengths that were run."""
 
     @property
     def synchronous(self) -> bool:
@@ -90,13 +90,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Course:
-    """How far a delayed run lay behind its synchronous one as both went on."""
+    """The gap of a delayed run to its synchronous run, over the steps of both."""
 
     name: str
     cell: Record
     baseline: Record
     gaps: dict[int, float]
-    """By step."""
+    """Gap by step."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,19 @@ class Sweep:
 
     optimizer: str
     setting: dict[str, Any]
-    """Without the rate."""
+    """Setting without the learning rate."""
     steps: int
     losses: dict[float, Estimate | None]
-    """By rate, ascending."""
+    """Loss by learning rate, in ascending order."""
     diverged: dict[float, str]
-    """By rate, where any cell diverged: "1 of 3"."""
+    """By learning rate, if any cell diverged: how many, such as "1 of 3"."""
     best: float | None
-    """The rate with the lowest mean loss among those at which no seed diverged."""
+    """Learning rate with the lowest mean loss among those where no seed diverged."""
 
     @property
     def edge(self) -> str | None:
-        """lowest or highest, if the best rate is that of all tried, so that a better one may lie beyond."""
+        """Returns "lowest" or "highest" if the best rate is at that end of the sweep, so that a better rate may lie
+        beyond it. Returns None otherwise."""
         rates = list(self.losses)
         if self.best is None or len(rates) == 1:
             return None
@@ -127,30 +128,33 @@ class Sweep:
 
 
 def final_loss(record: Record) -> float | None:
-    """None if it diverged, whether it was read from a file, where JSON has no nan, or has just ended."""
+    """Returns the final loss, or None if the run diverged. In a file the loss of such a run is None, because JSON has
+    no nan; directly after a run it may be nan."""
     loss = record.final_loss
     return loss if loss is not None and math.isfinite(loss) else None
 
 
 def curve(record: Record) -> list[tuple[int, float]]:
-    """Held-out (tokens, loss), where the loss is a number."""
+    """Returns (tokens, held-out loss) of all evaluations with a finite loss."""
     return [(e.tokens, e.loss) for e in _measured(record)]
 
 
 def _measured(record: Record) -> list[Evaluation]:
-    # A nan that has been through JSON is None, whatever the field's type says.
+    # JSON turns nan into None, although the type of the field is float.
     return [e for e in record.evaluations if e.loss is not None and math.isfinite(e.loss)]
 
 
 def cells_by_row(records: Iterable[Record]) -> list[list[Record]]:
-    """Cells that differ only in their seed, together; the same id twice in a mode counts once, and the last wins.
+    """Groups the cells that differ only in their seed. If a mode has the same id twice, it counts once, and the last
+    record is used.
 
-    Rows come by optimizer as they appear, then by mode (sync, async, ef, others as they appear), then as they appear.
+    Rows are sorted by optimizer in the order of appearance, then by mode (sync, async, ef, others in the order of
+    appearance), then by appearance.
 
-    Studies name different axes, so one cell may appear under several settings. It then ties these settings together:
-    they are one row, and its cells get the axes of all. Conversely, cells with equal settings and equal seeds but
-    different ids differ in something their grids do not name; those are kept apart by study. A cell that studies call
-    by different modes, such as async and ef with a coefficient of 0, is in a row of each.
+    Studies may name different axes, so that one cell may appear with several settings. The cell then connects these
+    settings: they form one row, and its cells get the axes of all. Conversely, cells with equal settings and seeds but
+    different ids differ in something that their grids do not name. They are separated by study. A cell to which studies
+    give different modes, such as async and ef with a coefficient of 0, is in a row of each mode.
     """
     records = list(records)
     latest = {(record.mode, record.id): record for record in records}
@@ -177,7 +181,7 @@ def cells_by_row(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def _alike(records: Iterable[Record]) -> list[list[Record]]:
-    """Together what its setting says is alike, unless that would give a seed two cells: then by study as well."""
+    """Groups records with equal settings. If a group would have two cells for one seed, it is split by study."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(_digest(record, record.setting, record.steps), []).append(record)
@@ -191,13 +195,14 @@ def _alike(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def _digest(record: Record, setting: Mapping[str, Any], *more: Any) -> str:
-    """What a cell is, apart from its seed. Lengths, rates and sizes may lie outside the axes of a grid."""
+    """Returns a key of everything that defines a cell except its seed. It includes learning rate, tokens per step and
+    size, because they may differ without being axes of a grid."""
     size = (record.learning_rate, record.tokens / max(record.steps, 1), record.parameters)
     return json.dumps([record.optimizer, record.mode, setting, *size, *more], sort_keys=True, default=str)
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """A row for every optimizer, mode and setting, in the order of `cells_by_row`."""
+    """Returns a row for every optimizer, mode and setting, in the order of `cells_by_row`."""
     records = list(records)
     groups = cells_by_row(records)
     cells = {cell.id: cell for group in groups for cell in group}
@@ -245,7 +250,7 @@ def _gap(cell: Record, cells: Mapping[str, Record]) -> float | None:
 
 
 def courses(records: Iterable[Record]) -> list[Course]:
-    """Of the longest delayed runs that have their synchronous one."""
+    """Returns the courses of the longest delayed runs whose synchronous run exists."""
     cells = {record.id: record for record in records}
     pairs = [(cell, cells[cell.baseline]) for cell in cells.values() if cell.baseline in cells]
     longest = max((cell.steps for cell, _ in pairs), default=0)
@@ -265,8 +270,8 @@ def courses(records: Iterable[Record]) -> list[Course]:
 
 
 def _recovered(cell: Record, plain: Sequence[Record], cells: Mapping[str, Record]) -> float | None:
-    """`plain`: the async cells with the same baseline. Where a grid varies them, by the number of stages say, the one
-    that shares most of the cell's setting counts."""
+    """Returns the recovered share of the gap. plain: the async cells with the same baseline. If there are several, for
+    example with different numbers of stages, the one that shares most of the cell's setting is used."""
     gap = _gap(cell, cells)
     if gap is None or cell.mode in UNCORRECTED or not plain:
         return None
@@ -280,18 +285,20 @@ def _recovered(cell: Record, plain: Sequence[Record], cells: Mapping[str, Record
 
 
 def token_overhead(cell: Record, baseline: Record, lengths: Sequence[Record]) -> tuple[float | None, bool]:
-    """How many times the tokens a delayed cell needs to reach its baseline's final loss; whether that is extrapolated.
+    """Returns how many times the tokens a delayed cell needs to reach the final loss of its baseline, and whether that
+    is extrapolated.
 
-    `lengths` is the same cell, with the same seed, at every number of steps it was run for, itself included. With two
-    or more that finished (way "lengths"), its final loss is taken as linear in ln(tokens) between neighbouring lengths
-    and solved for the baseline's final loss. Every run has its own learning-rate schedule, stretched to its length, so
-    these losses are proper ends. Beyond the longest run the line through the last two goes on, below the shortest that
-    through the first two, up to `MAX_EXTRAPOLATION`; if it does not fall, there is no answer.
+    `lengths` has the same cell with the same seed at every number of steps for which it was run, including the cell
+    itself. If two or more of them finished (way "lengths"), the final loss is assumed to be linear in ln(tokens)
+    between neighbouring lengths, and this is solved for the final loss of the baseline. Every run has its own
+    learning-rate schedule, stretched to its length, so these are the losses of complete runs. Beyond the longest run,
+    the line through the last two is continued, and below the shortest run the line through the first two, up to
+    `MAX_EXTRAPOLATION`. If the line does not fall, there is no result.
 
-    Otherwise (way "curve") one run has to do: the baseline passed the delayed cell's final loss at a fraction f of its
-    tokens, first crossing, linear between evaluations, and the overhead is 1 / f. With a decaying learning rate this
-    understates: loss falls fast at the end, so a baseline made to end at that loss would have needed still fewer
-    tokens. A delayed run that is better than its baseline gets 1.
+    Otherwise (way "curve") there is only one run. The baseline reached the final loss of the delayed cell at a fraction
+    f of its tokens (first crossing, linear between evaluations), and the overhead is 1 / f. With a decaying learning
+    rate this is too low: the loss falls fast at the end, so a baseline scheduled to end at that loss would have needed
+    still fewer tokens. A delayed run that is better than its baseline gets 1.
     """
     loss, goal = final_loss(cell), final_loss(baseline)
     if loss is None or goal is None:
@@ -307,13 +314,14 @@ def token_overhead(cell: Record, baseline: Record, lengths: Sequence[Record]) ->
 
 
 def _tokens_at(ends: Sequence[tuple[int, float]], goal: float) -> tuple[float | None, bool]:
-    """Where the line through two neighbours of `ends`, (tokens, loss) by tokens, meets `goal`."""
+    """Returns the tokens at which the line through two neighbours of `ends` reaches `goal`, and whether that is
+    extrapolated. ends: pairs (tokens, loss), sorted by tokens."""
     reached = next((index for index, (_, loss) in enumerate(ends) if loss <= goal), None)
     right = len(ends) - 1 if reached is None else max(reached, 1)
     (t0, loss0), (t1, loss1) = ends[right - 1], ends[right]
     if loss1 >= loss0:
         return None, False
-    distance = (loss0 - goal) / (loss0 - loss1) * math.log(t1 / t0)  # from t0, in ln(tokens)
+    distance = (loss0 - goal) / (loss0 - loss1) * math.log(t1 / t0)  # distance from t0, in ln(tokens)
     beyond = max(distance - math.log(t1 / t0), -distance)
     if beyond > math.log(MAX_EXTRAPOLATION):
         return None, False
@@ -321,7 +329,8 @@ def _tokens_at(ends: Sequence[tuple[int, float]], goal: float) -> tuple[float | 
 
 
 def _first_crossing(points: Sequence[tuple[int, float]], goal: float) -> float | None:
-    """Tokens at which a curve first falls to `goal`; None if it never does, or starts there."""
+    """Returns the tokens at which a curve first falls to `goal`. None if it never does, or if it starts at or below
+    `goal`."""
     for (t0, loss0), (t1, loss1) in itertools.pairwise(points):
         if loss0 <= goal:
             return None
@@ -331,7 +340,8 @@ def _first_crossing(points: Sequence[tuple[int, float]], goal: float) -> float |
 
 
 def _lengths(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """By a cell's id: the same cell at every number of steps. Where studies disagree on one, its own study counts."""
+    """Returns by id the same cell at every number of steps. If several studies have different cells for one length, the
+    cell's own study is preferred."""
     alike: dict[tuple[str, int], list[Record]] = {}
     keys: dict[str, list[tuple[str, int]]] = {}
     for record in records:
@@ -349,7 +359,8 @@ def _lengths(records: Sequence[Record]) -> dict[str, list[Record]]:
 def _overhead(
     group: Sequence[Record], cells: Mapping[str, Record], lengths: Mapping[str, Sequence[Record]]
 ) -> tuple[Estimate | None, OverheadWay | None, bool]:
-    """Of a row. The two ways are not averaged: if any seed has several lengths, only such seeds count."""
+    """Returns the overhead of a row. The two ways are never averaged: if any seed has several lengths, only such seeds
+    count."""
     pairs = [(c, cells[c.baseline]) for c in group if c.id != c.baseline and c.baseline in cells]
     longer = [(c, b) for c, b in pairs if sum(final_loss(other) is not None for other in lengths[c.id]) > 1]
     found = [token_overhead(c, b, lengths[c.id]) for c, b in longer or pairs]
@@ -363,10 +374,10 @@ def _overhead(
 
 
 def best_learning_rates(records: Iterable[Record]) -> list[Sweep]:
-    """The sweeps of the synchronous cells, by optimizer as they appear.
+    """Returns the learning-rate sweeps of the synchronous cells, by optimizer in the order of appearance.
 
-    An optimizer has several if something else varies too, such as the number of steps. What was run at one rate only is
-    left out, unless nothing of that optimizer was swept.
+    An optimizer has several sweeps if something else varies too, such as the number of steps. Settings with only one
+    rate are left out, unless the optimizer has no real sweep at all.
     """
     alike: dict[str, dict[str, Record]] = {}
     for record in records:
@@ -405,15 +416,16 @@ def _sweep(cells: Sequence[Record]) -> Sweep:
 
 
 def axes_of(row: Row) -> dict[str, Any]:
-    """The setting, with what may lie outside the axes of a grid."""
+    """Returns the setting, together with learning rate and number of steps, which need not be axes of the grid."""
     return {**row.setting, RATE: row.learning_rate, STEPS: row.steps}
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Axes with two or more values within the rows of one optimizer: what it takes to tell rows apart.
+    """Returns the axes with two or more values within the rows of one optimizer. They are needed to distinguish the
+    rows.
 
-    That one row names an axis and another does not is a difference within a mode, where a study left the axis at its
-    base value, but not from one mode to another, where it may only matter under delay.
+    Within a mode, it is also a difference if one row names an axis and another does not, because the other study left
+    the axis at its base value. Between modes it is not a difference, because the axis may matter only under delay.
     """
     axes = _varying([(row.optimizer, row.mode, axes_of(row)) for row in rows])
     seen = [(row.optimizer, row.mode, *(_text(axes_of(row).get(axis)) for axis in axes)) for row in rows]
@@ -421,7 +433,7 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _varying(settings: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[str]:
-    """Of (optimizer, mode, axes)."""
+    """Returns the axes that vary. settings: tuples (optimizer, mode, axes)."""
     result = []
     for axis in dict.fromkeys(axis for _, _, axes in settings for axis in axes):
         named, by_mode = set(), set()
@@ -435,12 +447,12 @@ def _varying(settings: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[str
 
 
 def value_text(row: Row, axis: str) -> str:
-    """Empty where the axis does not touch the row."""
+    """Returns the value of an axis as text. Empty if the axis has no effect on the row."""
     return row.study if axis == STUDY else _text(axes_of(row).get(axis))
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """The last part of each dotted name; the whole where that is another's, too."""
+    """Returns the last part of each dotted name, or the whole name if two have the same last part."""
     names = list(dict.fromkeys(names))
     last = [name.rpartition(".")[2] for name in names]
     return {name: short if last.count(short) == 1 else name for name, short in zip(names, last, strict=True)}
@@ -453,7 +465,8 @@ def _text(value: Any) -> str:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """For GitHub. An estimate that covers fewer seeds than finished says so: (2 of 3)."""
+    """Returns the table as Markdown for GitHub. An estimate over fewer seeds than finished shows their number: (2 of
+    3)."""
     axes = [axis for axis in varying(rows) if axis != RATE]
     names = short_names(axes)
     any_diverged = any(row.diverged for row in rows)
@@ -487,7 +500,8 @@ def _estimate(estimate: Estimate | None, finished: int, form: str, scale: float 
 
 
 def sweep_table(records: Iterable[Record]) -> str:
-    """Every rate and its loss, the best in bold; a note where the best lies at the edge of its sweep."""
+    """Returns a table of every rate and its loss, with the best in bold. Adds a note if the best rate is at the edge of
+    its sweep."""
     sweeps = best_learning_rates(records)
     settings = [{**sweep.setting, STEPS: sweep.steps} for sweep in sweeps]
     axes = _varying([(sweep.optimizer, "sync", setting) for sweep, setting in zip(sweeps, settings, strict=True)])
@@ -517,7 +531,7 @@ def _rate_text(sweep: Sweep, rate: float) -> str:
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]], num_left: int) -> str:
-    """Columns after the first `num_left` are numbers, and flush right."""
+    """Returns a Markdown table. Columns after the first `num_left` are right-aligned."""
     widths = [max(3, *(len(line[column]) for line in [header, *lines])) for column in range(len(header))]
     rule = ["-" * width if column < num_left else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
 

@@ -1,4 +1,4 @@
-"""Runs one cell and leaves its record: metrics.jsonl while it runs, record.json when it is done."""
+"""Runs one cell. Writes metrics.jsonl during the run and record.json at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .delayed import DelayedRun
 from .record import Evaluation, Record
 
 NUM_COSINES = 200
-"""Points on a cell's curve of cosines, about."""
+"""Approximate number of points on the curve of cosines of a cell."""
 
 
 def record_path(folder: Path, cell: Cell) -> Path:
@@ -31,7 +31,8 @@ def record_path(folder: Path, cell: Cell) -> Path:
 
 
 def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str], None]) -> Record:
-    """progress: called now and then with the number of updates made and a word on how it goes."""
+    """Runs a cell and writes its record. progress: called after every evaluation with the number of updates made and a
+    short status text."""
     components, steps = build_components(cell.config), cell.config.train.steps
     path = record_path(folder, cell)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
             if done % every and done != steps:
                 continue
             first = evaluations[-1].step
-            losses = run.losses[first:done].tolist()  # here, and nowhere else, the device is waited for
+            losses = run.losses[first:done].tolist()  # the only place that waits for the device
             seconds += time.perf_counter() - started
             for step, loss in enumerate(losses, start=first + 1):
                 _write(metrics, step=step, tokens=step * tokens_per_step, loss=loss)
@@ -79,7 +80,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
     )
     partial = path.with_suffix(".partial")
     partial.write_text(record.to_json() + "\n", encoding="utf-8")
-    os.replace(partial, path)  # a cell is finished or it is not
+    os.replace(partial, path)  # atomic: the record is complete or does not exist
     return record
 
 
@@ -88,7 +89,8 @@ def _write(metrics: Any, **values: Any) -> None:
 
 
 def _cosines(run: DelayedRun) -> dict[str, list[tuple[int, float]]]:
-    """Of every group; points that are not numbers, such as those of an update of zero, are left out."""
+    """Returns the cosines of every group. Values that are not finite are left out, for example after an update of
+    zero."""
     cosines = {}
     for state in run.groups:
         points = [(step, Alignment.from_products(products.tolist()).cosine) for step, products in state.products]

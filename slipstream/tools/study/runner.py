@@ -1,6 +1,7 @@
-"""`slipstream study`: plays a grid, cell by cell, and draws what came out.
+"""`slipstream study`: runs all cells of a grid and draws the results.
 
-A finished cell is never run again: stop it, start it again, or add to the grid, and it goes on where it was.
+A finished cell is never run again. So a study that is stopped and started again, or whose grid is extended, continues
+with the missing cells.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Messages = SimpleQueue[tuple[str, int, str]]
 
 
 def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jobs: int | None) -> list[Record]:
-    """Runs what is not yet there, then writes cells.jsonl, table.md and the figures of all cells. only: optimizers to
-    run, if not all."""
+    """Runs the cells that have no record yet. Then writes cells.jsonl, table.md and the figures of all cells. only:
+    names of optimizers to run. Empty means all."""
     if under_torchrun():
         raise ConfigError("slipstream study is one process, or several by --jobs: start it without torchrun")
-    torch.set_num_threads(1)  # this process computes nothing, and one that never had a second thread is safe to fork
+    torch.set_num_threads(1)  # this process computes nothing, and fork is safe if there was never a second thread
     cells = list({cell.id: cell for cell in grid.cells}.values())
     optimizers = {cell.config.optimizer.name: None for cell in cells}
     for name in only:
@@ -56,7 +57,7 @@ def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jo
         if not cell.config.evaluation.batches:
             raise ConfigError("evaluation.batches = 0 leaves nothing to compare: use 1 or more")
     _make_folder(folder, grid_path)
-    _records(grid, folder)  # if one of them cannot be read, it is said now
+    _records(grid, folder)  # raises now if one of them cannot be read
     screen = Screen()
     wanted = [cell for cell in cells if not only or cell.config.optimizer.name in only]
     todo = [cell for cell in wanted if not record_path(folder, cell).exists()]
@@ -81,7 +82,7 @@ def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jo
 
 
 def _records(grid: Grid, folder: Path) -> list[Record]:
-    """Of all cells that are done; one that has several places in the grid has a record for each."""
+    """Returns the records of all finished cells. A cell with several places in the grid has a record for each place."""
     records = []
     for cell in grid.cells:
         path = record_path(folder, cell)
@@ -95,7 +96,7 @@ def _records(grid: Grid, folder: Path) -> list[Record]:
 
 
 def _default_jobs(cells: Sequence[Cell]) -> int:
-    """A core each; a GPU is shared only if asked."""
+    """Returns one job per core. For a GPU it returns one, because cells share a GPU only if the user asks for it."""
     return 1 if any(cell.config.train.device == "cuda" for cell in cells) else os.cpu_count() or 1
 
 
@@ -110,7 +111,7 @@ def _make_folder(folder: Path, grid_path: Path) -> None:
 
 
 def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, screen: Screen) -> list[str]:
-    """Returns a sentence for each cell that failed; the others go on."""
+    """Runs the cells in worker processes. Returns a sentence for each cell that failed; the other cells still run."""
     uses_cuda = any(cell.config.train.device == "cuda" for cell in cells)
     context = multiprocessing.get_context("fork" if sys.platform == "linux" and not uses_cuda else "spawn")
     messages: Messages = context.SimpleQueue()
@@ -160,12 +161,12 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             if process not in others:
-                process.kill()  # not by SIGTERM, which whoever calls this may hear, and then its forks do too
+                process.kill()  # SIGKILL, because forked workers inherit the parent's handler of SIGTERM
     return failures
 
 
 def _words(cell: Cell) -> str:
-    """What tells it from others of its grid."""
+    """Returns a text that distinguishes the cell from others of its grid."""
     setting = "".join(f" {name}={value}" for name, value in cell.setting.items())
     return f"{cell.config.optimizer.name} {cell.mode} seed {cell.config.train.seed}{setting}"
 
@@ -179,7 +180,7 @@ def _sentence(cell: Cell, record: Record, number: int, of: int) -> str:
 
 
 _messages: Messages | None = None
-"""Of the worker that this process is."""
+"""Queue for progress messages, if this process is a worker."""
 
 
 def _start_worker(messages: Messages, threads: int) -> None:
@@ -191,7 +192,7 @@ def _start_worker(messages: Messages, threads: int) -> None:
 
 
 def _work(study: str, cell: Cell, folder: Path) -> Record | str:
-    """Returns a sentence if it fails: not every error can travel from one process to another."""
+    """Runs a cell in a worker. Returns a sentence if it fails, because not every exception can be pickled."""
     messages = _messages
     assert messages is not None
     path = record_path(folder, cell).with_name("failure.txt")
@@ -208,7 +209,7 @@ def _work(study: str, cell: Cell, folder: Path) -> Record | str:
 
 
 def write_results(records: Sequence[Record], folder: Path) -> str:
-    """cells.jsonl, table.md and the figures; returns the table, and what was written."""
+    """Writes cells.jsonl, table.md and the figures. Returns the table and the names of the written files."""
     write_records(folder / "cells.jsonl", records)
     tables = [markdown_table(rows(records))]
     if len({(r.optimizer, r.learning_rate) for r in records if r.mode == "sync"}) > len({r.optimizer for r in records}):
