@@ -113,15 +113,24 @@ def restore_groups(optimizer: Optimizer, facts: list[dict[str, Any]]) -> None:
 def restore_parameter(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any], keeps: bool) -> None:
     """Restores the optimizer state of one parameter. With `keeps`, tensors that are on the right device already are
     used without a copy."""
-    optimizer.state[parameter] = {key: _restored(value, parameter.device, keeps) for key, value in state.items()}
+    on_device = _counts_on_device(optimizer, parameter)
+    optimizer.state[parameter] = {
+        key: _restored(value, parameter.device, keeps, on_device) for key, value in state.items()
+    }
 
 
-def _restored(value: Any, device: torch.device, keeps: bool) -> Any:
-    """Moves tensors to the device. A scalar tensor, such as a step counter, stays where it is: optimizers expect it on
-    the host."""
+def _counts_on_device(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Tells whether step counters belong to the parameter's device, as in torch's fused and capturable optimizers."""
+    groups = (group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    return any(group.get("fused") or group.get("capturable") for group in groups)
+
+
+def _restored(value: Any, device: torch.device, keeps: bool, counts_on_device: bool) -> Any:
+    """Moves tensors to the device. A scalar tensor, such as a step counter, stays where it is unless
+    `counts_on_device`: most optimizers expect it on the host."""
     if isinstance(value, Tensor):
-        return value.detach().to(device if value.ndim else None, copy=not keeps)
-    return [_restored(item, device, keeps) for item in value] if isinstance(value, list) else value
+        return value.detach().to(device if value.ndim or counts_on_device else None, copy=not keeps)
+    return [_restored(item, device, keeps, counts_on_device) for item in value] if isinstance(value, list) else value
 
 
 def merge_facts(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

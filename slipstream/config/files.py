@@ -14,11 +14,11 @@ def open_plain_file(path: Path) -> io.BufferedReader:
 
     Raises an OSError for anything else: opening a pipe could block, and reading a device might never end.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return file
-    file.close()
+        return open(descriptor, "rb")
+    os.close(descriptor)
     number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
     raise OSError(number, os.strerror(number) if stat.S_ISDIR(mode) else "it is no plain file", str(path))
 

@@ -113,7 +113,9 @@ def layout_changes(config: Config) -> list[LayoutChange]:
                 f"pipeline.reshape = {text[:60]!r} comes when all train.steps = {config.train.steps} are made: use less"
             )
     if [change.step for change in found] != sorted({change.step for change in found}):
-        raise ConfigError(f"pipeline.reshape = {list(config.pipeline.reshape)} is not in order: sort it by its steps")
+        raise ConfigError(
+            f"pipeline.reshape = {list(config.pipeline.reshape)} is not in order: sort it by its steps, each step once"
+        )
     return found
 
 

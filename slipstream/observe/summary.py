@@ -116,8 +116,8 @@ def summarise(
         "resumed_at": first_step or None,
         "parameters": model.num_parameters,
         "tokens": tokens,
-        "first_loss": losses[0],
-        "last_loss": statistics.fmean(tail),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": statistics.fmean(tail) if tail else None,
         "val_loss": val_loss,
         "seconds": whole_seconds,
         "tokens_per_second": tokens / whole_seconds,
@@ -162,8 +162,7 @@ def leave_behind(
     per_stage = ", ".join("-" if math.isnan(u) else f"{u:.1%}" for u in summary["utilisation"]["per_stage"])
     late = summary["delay"]
     lines = [
-        f"loss {summary['first_loss']:.4f} at first, {summary['last_loss']:.4f} over the last twentieth of the steps"
-        + ("" if summary["val_loss"] is None else f"; validation loss {summary['val_loss']:.4f}"),
+        *_loss_line(summary),
         f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s: {summary['tokens_per_second']:,.0f} tokens/s",
         f"by stage, since the pipeline filled: {per_stage} busy",
         *([str(utilisation)] if utilisation else []),
@@ -197,3 +196,11 @@ def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error:
         activity = span.activity.name.lower()
         lines.append(f"{span.start:10.4f}  {span.end:10.4f}  {activity:<16}  {span.action}{beside}")
     (folder / f"stage-{transport.stage}{replica}.actions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _loss_line(summary: dict[str, Any]) -> list[str]:
+    held_out = "" if summary["val_loss"] is None else f"; validation loss {summary['val_loss']:.4f}"
+    if summary["first_loss"] is None:  # all metrics of the run are lost
+        return []
+    first, last = summary["first_loss"], summary["last_loss"]
+    return [f"loss {first:.4f} at first, {last:.4f} over the last twentieth of the steps{held_out}"]

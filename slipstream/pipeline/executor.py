@@ -466,7 +466,9 @@ class Executor:
         inputs, targets = (), None
         if self._is_first or self._is_last:
             self._enter(Activity.DATA, action)
-            inputs, targets = self._on_device(data())
+            inputs, targets = data()
+            inputs = self._on_device(inputs) if self._is_first else ()
+            targets = self._on_device(targets) if self._is_last else None
         if self._is_first:
             return _pack(inputs), targets
         self._enter(Activity.WAIT_ACTIVATIONS, action)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..transport.base import Transport
-from ..transport.process import Waiting
+from ..transport.link import Waiting
 from ..transport.streams import fetch
 from .clock import Activity, TimeSplit
 from .partition import Tied

@@ -411,7 +411,7 @@ def is_ignored(number: signal.Signals) -> bool:
 def _can_pickle(worker: WorldWorker[Any]) -> bool:
     try:
         pickle.dumps(worker)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except Exception:  # whatever the worker's own objects raise
         return False
     return True
 
@@ -477,7 +477,8 @@ def _collect(
 
 def _cause_of_death(stage: str, exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
-        return f"{stage} was killed by {signal.Signals(-exit_code).name}"
+        named = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
+        return f"{stage} was killed by {named.get(-exit_code, f'signal {-exit_code}')}"
     return f"{stage} left without a word (exit code {exit_code})"
 
 
