@@ -32,15 +32,11 @@ def seconds_by_stage(run: Run) -> list[dict[str, Column]]:
 
 def time_split(run: Run) -> dict[str, Any]:
     """Returns the shares of each kind of time in the steady window, from the summary, and cumulative sums over steps.
-    From the sums the page computes the shares of any range of steps. If a run has neither, the busy seconds of older
-    summaries are used."""
+    From the sums the page computes the shares of any range of steps."""
     steps, stages = run.metrics.steps, seconds_by_stage(run)
     given = run.summary.get("time_split")
     window = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
     about = "Share of the steady window, from when the pipeline had filled to when it drained."
-    if not window and not stages:
-        window = _busy(run)
-        about = "Share of the whole run. What is not an action (waiting, data, updates beside them) is under rest."
     names = {name: None for part in (*window, *stages) for name in part}
     keys = [name for name in PARTS if name in names] + [name for name in names if name not in PARTS]
     kept = evenly(len(steps), SPLIT_POINTS)
@@ -55,15 +51,6 @@ def time_split(run: Run) -> dict[str, Any]:
 
 def _sums(column: Column | None, kept: NDArray[np.intp]) -> list[float | None]:
     return [0] * (len(kept) + 1) if column is None else [0, *map(short, np.cumsum(column)[kept])]
-
-
-def _busy(run: Run) -> list[dict[str, float]]:
-    total, stages = number(run.summary, "seconds"), run.summary.get("busy_seconds")
-    if not total or not isinstance(stages, list):
-        return []
-    names = {"forward": "forward", "backward": "backward", "evaluate": "evaluation"}
-    shares = [{part: (number(stage, op) or 0) / total for op, part in names.items()} for stage in stages]
-    return [{**share, "rest": max(0.0, 1 - sum(share.values()))} for share in shares]
 
 
 # ---- tables, memory, timeline

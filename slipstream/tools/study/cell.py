@@ -19,7 +19,7 @@ from ...config.rules import schedule_of
 from ...config.schema import Config, OptimizerSection
 from ...errors import ConfigError
 from ...schedule import TRAITS
-from .predictors import LOOK_INSIDE, PREDICTORS, WEIGHTED
+from .predictors import find_predictor
 
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 COMPILE_MODES = ("default", "reduce-overhead")
@@ -35,10 +35,10 @@ class Cell:
     delays: tuple[int, ...] = ()
     """Delay of each stage. Empty means the delays of the schedule."""
     predictor: str = ""
-    """Name of the predictor of the next update, for error feedback (study.predictors). Empty means the predictor of a
-    pipeline."""
+    """Name or import path of the predictor of the next update, for error feedback (predictors.py). Empty means
+    the predictor of a pipeline."""
     predictor_weight: float = 0.5
-    """Weight k of the predictors two_term and damped."""
+    """Weight k of a predictor that has one."""
     compute_dtype: str | None = None
     """Dtype of forward and backward. The masters keep train.dtype. None means train.dtype."""
     compile_mode: str | None = None
@@ -47,8 +47,7 @@ class Cell:
 
     def validate(self) -> None:
         """Checks the settings that only a study has. `build_components` checks the configuration."""
-        if self.predictor and self.predictor not in PREDICTORS:
-            raise ConfigError(f"predictor = {self.predictor!r} is unknown: choose one of {', '.join(PREDICTORS)}")
+        choice = find_predictor(self.predictor) if self.predictor else None
         for name, known in (("compute_dtype", COMPUTE_DTYPES), ("compile_mode", COMPILE_MODES)):
             if getattr(self, name) not in (None, *known):
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
@@ -80,7 +79,7 @@ class Cell:
                 f"delays = {list(self.delays)} are those of weight versions, and paci keeps none: leave them out, or "
                 "use another schedule"
             )
-        if self.predictor in LOOK_INSIDE and self.config.optimizer.name not in ("muon", "adamw"):
+        if choice is not None and choice.reads_optimizer and self.config.optimizer.name not in ("muon", "adamw"):
             raise ConfigError(
                 f"predictor = {self.predictor!r} looks into muon and adamw, not into optimizer.name = "
                 f"{self.config.optimizer.name!r}: use another predictor"
@@ -141,8 +140,9 @@ class Cell:
         else:
             sections["sync_start_steps"] = pipeline.sync_start_steps
             if self.config.optimizer.error_feedback != 0:
-                sections["predictor"] = self.predictor or _predictor(self.config.optimizer)
-                if self.predictor in WEIGHTED:
+                # By the last word of an import path: a predictor that moves to another module stays the same.
+                sections["predictor"] = self.predictor.rpartition(".")[2] or _predictor(self.config.optimizer)
+                if self.predictor and find_predictor(self.predictor).has_weight:
                     sections["predictor_weight"] = self.predictor_weight
             if len(set(self.stage_delays)) > 1 or self.drift_warmups:
                 sections["cut"] = (pipeline.stages, pipeline.layers_per_stage)

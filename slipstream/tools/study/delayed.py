@@ -34,7 +34,7 @@ from ...pipeline.recompute import Recomputing
 from ...train.build import Components
 from .cell import Cell
 from .cuda_graph import Batch, Result, captured
-from .predictors import Last, Predictor, make_predictor, pipeline_predictor
+from .predictors import Last, Predictor, find_predictor, pipeline_predictor
 
 
 @dataclass
@@ -140,7 +140,7 @@ class DelayedRun:
             parameters = [slab.parameters for slab in slabs]
             optimizer = group.optimizer([p for piece in parameters for p in piece])
             predictor = (
-                make_predictor(cell.predictor, cell.predictor_weight, parameters)
+                find_predictor(cell.predictor).make(cell.predictor_weight, parameters)
                 if cell.predictor
                 else pipeline_predictor(optimizer)
             )

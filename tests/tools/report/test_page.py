@@ -100,16 +100,6 @@ def test_time_is_split_by_the_steady_window_and_by_step(write_run: WriteRun) -> 
     assert split["sums"][1][4] == pytest.approx([0, 0, 0.1, 0.3])
 
 
-def test_an_older_summary_gives_its_busy_seconds(write_run: WriteRun) -> None:
-    folder = write_run(without=("metrics.jsonl",))
-    busy = {"forward": 4.0, "backward": 10.0, "update": 3.0, "evaluate": 1.0}
-    (folder / "summary.json").write_text(json.dumps({"seconds": 20.0, "busy_seconds": [busy]}))
-    split = page_data([read_run(folder, "demo")])["splits"][0]
-    assert dict(zip(split["keys"], split["window"][0], strict=True)) == pytest.approx(
-        {"forward": 0.2, "backward": 0.5, "evaluation": 0.05, "rest": 0.25}
-    )
-
-
 def test_the_timeline_starts_at_its_first_box(write_run: WriteRun) -> None:
     timeline = page_data([read_run(write_run(), "demo")])["timelines"][0]
     assert timeline["numStages"] == 2

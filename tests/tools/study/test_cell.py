@@ -38,7 +38,7 @@ def with_config(cell: Cell, **fields: Any) -> Cell:
     [
         with_config(SYNCHRONOUS, optimizer__error_feedback=0.5),
         with_config(SYNCHRONOUS, optimizer__error_feedback=0.0),
-        replace(SYNCHRONOUS, predictor="fitted"),
+        replace(SYNCHRONOUS, predictor="experiments.predictors.fitted"),
         replace(SYNCHRONOUS, predictor="two_term", predictor_weight=0.1),
         with_config(SYNCHRONOUS, pipeline__stages=4),
         with_config(SYNCHRONOUS, pipeline__stages=1),
@@ -87,7 +87,7 @@ def test_two_bw_delays_by_one_at_any_depth(other: Cell) -> None:
 
 def test_without_error_feedback_nobody_asks_the_predictor() -> None:
     cell = with_config(DELAYED, optimizer__error_feedback=0.0)
-    assert replace(cell, predictor="fitted").id == cell.id
+    assert replace(cell, predictor="experiments.predictors.fitted").id == cell.id
 
 
 def test_pipedream_is_its_delays() -> None:
@@ -176,14 +176,14 @@ def test_whatever_delays_differently_has_another_id() -> None:
         DELAYED,
         with_config(DELAYED, optimizer__error_feedback=0.0),
         with_config(DELAYED, optimizer__error_feedback=0.5),
-        replace(DELAYED, predictor="adaptive"),
-        replace(DELAYED, predictor="fitted"),
-        replace(DELAYED, predictor="momentum"),
+        replace(DELAYED, predictor="experiments.predictors.adaptive"),
+        replace(DELAYED, predictor="experiments.predictors.fitted"),
+        replace(DELAYED, predictor="experiments.predictors.momentum"),
         two_term,
         replace(two_term, predictor_weight=0.1),
         replace(two_term, predictor_weight=0.0),
-        replace(DELAYED, predictor="damped"),
-        replace(DELAYED, predictor="damped", predictor_weight=0.1),
+        replace(DELAYED, predictor="experiments.predictors.damped"),
+        replace(DELAYED, predictor="experiments.predictors.damped", predictor_weight=0.1),
         with_config(DELAYED, pipeline__sync_start_steps=5),
         with_config(DELAYED, pipeline__sync_start_steps=6),
         replace(DELAYED, delays=(2, 2)),
@@ -209,7 +209,7 @@ def test_whatever_delays_differently_has_another_id() -> None:
         DELAYED,
         with_config(DELAYED, pipeline__depth="double"),
         with_config(DELAYED, pipeline__stages=4, pipeline__sync_start_steps=3),
-        replace(DELAYED, delays=(3, 0), predictor="momentum"),
+        replace(DELAYED, delays=(3, 0), predictor="experiments.predictors.momentum"),
         with_config(DELAYED, pipeline__schedule="pipedream"),
         with_config(DELAYED, pipeline__schedule="paci", optimizer__error_feedback=0.0),
         with_config(DELAYED, pipeline__schedule="gpipe"),
@@ -253,17 +253,20 @@ def test_cells_of_one_id_compute_the_same_numbers_and_others_do_not(base: Cell) 
     synchronous = base.synchronous()
     cells = [
         synchronous,
-        replace(with_config(synchronous, optimizer__error_feedback=0.3, pipeline__stages=3), predictor="fitted"),
+        replace(
+            with_config(synchronous, optimizer__error_feedback=0.3, pipeline__stages=3),
+            predictor="experiments.predictors.fitted",
+        ),
         with_config(base, pipeline__schedule="gpipe"),
         base,
         with_config(base, pipeline__stages=1),
         replace(base, delays=(1, 1)),
         with_config(base, pipeline__stages=4, pipeline__layers_per_stage=(1, 1, 1, 1)),
         with_config(base, optimizer__error_feedback=0.0),
-        replace(with_config(base, optimizer__error_feedback=0.0), predictor="adaptive"),
+        replace(with_config(base, optimizer__error_feedback=0.0), predictor="experiments.predictors.adaptive"),
         replace(base, predictor="two_term"),
         replace(base, predictor="two_term", predictor_weight=0.1),
-        replace(base, predictor="adaptive"),
+        replace(base, predictor="experiments.predictors.adaptive"),
         with_config(base, pipeline__sync_start_steps=2),
         replace(with_config(base, pipeline__layers_per_stage=(1, 3)), delays=(1, 0)),
         replace(with_config(base, pipeline__layers_per_stage=(3, 1)), delays=(1, 0)),
@@ -319,7 +322,7 @@ def test_a_cell_is_called_by_optimizer_seed_and_id() -> None:
 @pytest.mark.parametrize(
     ("cell", "sentence"),
     [
-        (replace(DELAYED, predictor="lats"), "predictor = 'lats' is unknown: choose one of last, two_term, adaptive"),
+        (replace(DELAYED, predictor="lats"), "predictor = 'lats' is unknown: use last, two_term or the import path"),
         (replace(DELAYED, compute_dtype="fp8"), "compute_dtype = 'fp8' is unknown: choose one of bfloat16, float32"),
         (replace(DELAYED, compile_mode="fast"), "compile_mode = 'fast' is unknown: choose one of default, reduce"),
         (replace(DELAYED, delays=(1, 0, 0)), "delays = [1, 0, 0] has not one entry for each of pipeline.stages = 2"),
@@ -331,7 +334,7 @@ def test_a_cell_is_called_by_optimizer_seed_and_id() -> None:
         ),
         (with_config(DELAYED, train__non_finite="skip"), "train.non_finite = 'skip' asks the device after every step"),
         (
-            replace(with_config(DELAYED, optimizer__name="soap"), predictor="momentum"),
+            replace(with_config(DELAYED, optimizer__name="soap"), predictor="experiments.predictors.momentum"),
             "predictor = 'momentum' looks into muon and adamw, not into optimizer.name = 'soap': use another predictor",
         ),
     ],
@@ -344,5 +347,9 @@ def test_a_cell_that_cannot_be_says_so_in_one_sentence(cell: Cell, sentence: str
 
 
 def test_a_cell_that_can_be_is_left_alone() -> None:
-    for cell in (SYNCHRONOUS, DELAYED, replace(DELAYED, delays=(2, 0), predictor="momentum", compute_dtype="bfloat16")):
+    for cell in (
+        SYNCHRONOUS,
+        DELAYED,
+        replace(DELAYED, delays=(2, 0), predictor="experiments.predictors.momentum", compute_dtype="bfloat16"),
+    ):
         cell.validate()

@@ -226,7 +226,7 @@ def test_the_same_cell_twice_is_one() -> None:
     ("axis", "places"),
     [
         ("optimizer.error_feedback = [0.5, 1.0]", 2),
-        ('predictor = ["last", "fitted", "adaptive"]', 3),
+        ('predictor = ["last", "experiments.predictors.fitted", "two_term"]', 3),
         ("pipeline.sync_start_steps = [0, 5]", 2),
         ("pipeline.stages = [1, 2, 4]", 3),
         ("pipeline.stages = 2\ndelays = [[1, 0], [0, 1], [1, 1]]", 3),

@@ -15,15 +15,28 @@ from settings import changed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from experiments.predictors import MEMORY
 from slipstream.config.schema import Config
 from slipstream.optim import AdamW, Muon
 from slipstream.tools.study.cell import Cell
 from slipstream.tools.study.delayed import DelayedRun
-from slipstream.tools.study.predictors import MEMORY, PREDICTORS, Predictor, make_predictor
+from slipstream.tools.study.predictors import Predictor, find_predictor
 from slipstream.train.build import build_components
 
 NOBODY = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 """For predictors that do not look into the optimizer."""
+
+
+OTHERS = [f"experiments.predictors.{name}" for name in ("adaptive", "fitted", "momentum", "damped")]
+
+
+def path_of(name: str) -> str:
+    """Those that lost have moved."""
+    return next((path for path in OTHERS if path.endswith(f".{name}")), name)
+
+
+def make_predictor(name: str, weight: float, pieces: list[list[nn.Parameter]]) -> Predictor:
+    return find_predictor(path_of(name)).make(weight, pieces)
 
 
 def predictor_of(name: str, weight: float = 0.5) -> Predictor:
@@ -385,7 +398,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("name", ["last", "two_term", *OTHERS])
 @pytest.mark.parametrize("delays", [(), (2, 1)], ids=["two_bw", "two and one"])
 def test_a_coefficient_of_zero_is_plain_delay_whatever_is_expected(
     name: str, delays: tuple[int, ...], config: Config
@@ -407,7 +420,7 @@ def test_two_term_without_weight_is_last_as_the_pipeline_does_it(
 
 
 def test_every_predictor_goes_its_own_way(config: Config) -> None:
-    found = {name: weights_of(Cell(config, predictor=name)) for name in PREDICTORS}
+    found = {name: weights_of(Cell(config, predictor=name)) for name in ["last", "two_term", *OTHERS]}
     found["async"] = weights_of(Cell(changed(config, optimizer__error_feedback=0.0)))
     for one, other in itertools.combinations(found, 2):
         assert distance(found[one], found[other]) > 1e-6, f"{one} is {other}"
@@ -417,14 +430,21 @@ def test_adamw_without_look_ahead_is_foretold_by_its_last_update(config: Config)
     """Whose numerator and denominator are the momentum's own: there is no fresh noise to leave out."""
     cell = Cell(changed(config, optimizer__name="adamw", optimizer__learning_rate=0.003))
     assert (
-        distance(weights_of(replace(cell, predictor="momentum")), weights_of(replace(cell, predictor="last"))) < 1e-12
+        distance(
+            weights_of(replace(cell, predictor="experiments.predictors.momentum")),
+            weights_of(replace(cell, predictor="last")),
+        )
+        < 1e-12
     )
 
 
 def test_what_a_pipeline_expects_of_adamw_is_its_update_with_nesterovs_term(config: Config) -> None:
     cell = Cell(changed(config, optimizer__name="adamw", optimizer__learning_rate=0.003))
     own = weights_of(cell)
-    assert distance(weights_of(replace(cell, predictor="damped", predictor_weight=0.0)), own) < 1e-12
+    assert (
+        distance(weights_of(replace(cell, predictor="experiments.predictors.damped", predictor_weight=0.0)), own)
+        < 1e-12
+    )
     assert distance(weights_of(replace(cell, predictor="last")), own) > 1e-6
 
 
@@ -433,13 +453,20 @@ def test_beside_muon_a_pipeline_expects_the_last_update_of_adamw_too_unless_told
     assert distance(weights_of(Cell(config, predictor="last")), own) < 1e-12
     told = Cell(changed(config, optimizer__adamw_predictor="nesterov"))
     assert distance(weights_of(told), own) > 1e-6
-    assert distance(weights_of(replace(told, predictor="damped", predictor_weight=0.0)), weights_of(told)) < 1e-12
+    assert (
+        distance(
+            weights_of(replace(told, predictor="experiments.predictors.damped", predictor_weight=0.0)), weights_of(told)
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ["two_term", "adaptive", "fitted"])
 def test_every_group_has_a_predictor_that_knows_nothing_of_the_others(name: str, config: Config) -> None:
     """What one was told, told again to another that is new, gets the same answers."""
-    run = DelayedRun(Cell(config, predictor=name, delays=(2, 1)), build_components(config), torch.device("cpu"))
+    run = DelayedRun(
+        Cell(config, predictor=path_of(name), delays=(2, 1)), build_components(config), torch.device("cpu")
+    )
     told: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {}
 
     def listening(group: str, predictor: Predictor) -> Predictor:
@@ -466,7 +493,9 @@ def test_every_group_has_a_predictor_that_knows_nothing_of_the_others(name: str,
 
 def test_what_is_expected_is_taken_off_once_for_every_step_of_delay(config: Config) -> None:
     """x = z - lam d w, for slabs that lag by 2 and by 1."""
-    cell = Cell(changed(config, optimizer__error_feedback=0.5), predictor="adaptive", delays=(2, 1))
+    cell = Cell(
+        changed(config, optimizer__error_feedback=0.5), predictor="experiments.predictors.adaptive", delays=(2, 1)
+    )
     run = DelayedRun(cell, build_components(cell.config), torch.device("cpu"))
     said: list[Tensor] = []
 
