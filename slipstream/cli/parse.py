@@ -80,7 +80,7 @@ def _explain(said: str, arguments: list[str], options: dict[str, Any], command: 
     value = _value_of(path, arguments)
     if not value:
         return f"{path} has no value: write {wanted(options[path])}"
-    return f"{path} = {value!r} cannot be: write {wanted(options[path])}"
+    return f"{path} = {value!r} is invalid: write {wanted(options[path])}"
 
 
 def _unboxed(said: str) -> list[str]:

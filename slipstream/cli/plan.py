@@ -108,14 +108,14 @@ def main(arguments: list[str]) -> None:
 
 def _check_plan(given: PlanArguments) -> None:
     if not 1 <= given.devices <= MAX_DEVICES:
-        problem = "is missing, or 0" if given.devices == 0 else f"= {given.devices} cannot be"
+        problem = "is missing, or 0" if given.devices == 0 else f"= {given.devices} is invalid"
         raise UsageError(f"devices {problem}: say how many there are, --devices 8, up to {MAX_DEVICES:,}")
     for name in ("memory", "bandwidth_gbps", "node_bandwidth_gbps", "tokens"):
         value = getattr(given, name)
         if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name} = {value} cannot be: use a number above 0")
+            raise UsageError(f"{name} = {value} is invalid: use a number above 0")
     if given.devices_per_node is not None and given.devices_per_node < 1:
-        raise UsageError(f"devices_per_node = {given.devices_per_node} cannot be: use 1 or more")
+        raise UsageError(f"devices_per_node = {given.devices_per_node} is invalid: use 1 or more")
     if not 0 <= given.latency_us < math.inf:
         raise UsageError(f"latency_us = {given.latency_us} is no time: use a number of 0 or more")
     if given.efficiency is not None and not 0 < given.efficiency <= 1:

@@ -43,9 +43,9 @@ def main(arguments: list[str]) -> None:
             raise UsageError(f"run = '{given.run}' has ended, and has a summary.json: name one that runs")
         write_command(folder, layout)
     except ConfigError as error:
-        raise UsageError(f"layout = {given.layout!r} cannot be: {error}") from error
+        raise UsageError(f"layout = {given.layout!r} is invalid: {error}") from error
     except OSError as error:
         raise UsageError(
             f"run = '{given.run}' cannot be written to ({error.strerror}): are you who runs it?"
         ) from error
-    Screen().print(f"{folder} is told to take on {layout}: it does so within a few steps, if it runs")
+    Screen().print(f"{folder} changes to {layout} within a few steps, if it is running")

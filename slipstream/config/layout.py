@@ -144,7 +144,7 @@ def validate_layouts(config: Config) -> None:
         try:
             layout.applied(config)
         except ConfigError as error:
-            raise ConfigError(f"pipeline.reshape = {text!r} cannot be: {error}") from error
+            raise ConfigError(f"pipeline.reshape = {text!r} is invalid: {error}") from error
 
 
 def check_changeable(config: Config) -> None:

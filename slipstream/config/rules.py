@@ -157,7 +157,7 @@ def _validate_pipeline(config: Config) -> None:
         )
     if not MIN_TIMEOUT_SECONDS <= section.timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
-            f"pipeline.timeout_seconds = {section.timeout_seconds:g} cannot be: use at least {MIN_TIMEOUT_SECONDS:g}, "
+            f"pipeline.timeout_seconds = {section.timeout_seconds:g} is invalid: use at least {MIN_TIMEOUT_SECONDS:g}, "
             f"and at most {MAX_TIMEOUT_SECONDS:,.0f}"
         )
     if traits.drifts and config.optimizer.error_feedback != 0:
@@ -184,7 +184,7 @@ def _validate_pipeline(config: Config) -> None:
         schedule_of(config)
     except ScheduleError as error:
         # All other errors that a schedule can raise have been excluded above.
-        raise ConfigError(f"pipeline.microbatches = {section.microbatches} cannot be: {error}") from error
+        raise ConfigError(f"pipeline.microbatches = {section.microbatches} is invalid: {error}") from error
 
 
 def _validate_optimizer(config: Config) -> None:
@@ -195,11 +195,11 @@ def _validate_optimizer(config: Config) -> None:
     for name in ("momentum", "beta1", "beta2"):
         value = getattr(section, name)
         if not 0 <= value < 1:
-            raise ConfigError(f"optimizer.{name} = {value} cannot be: use at least 0 and less than 1")
+            raise ConfigError(f"optimizer.{name} = {value} is invalid: use at least 0 and less than 1")
     if section.lookahead is not None and not 0 <= section.lookahead * (1 - section.momentum) <= 1 + 1e-9:
         most = 1 / (1 - section.momentum)
         raise ConfigError(
-            f"optimizer.lookahead = {section.lookahead} cannot be: use 0 to {most:g}, where with optimizer.momentum = "
+            f"optimizer.lookahead = {section.lookahead} is invalid: use 0 to {most:g}, where with optimizer.momentum = "
             f"{section.momentum} the newest gradient is all that counts"
         )
     if section.balance_rate is not None:
@@ -252,4 +252,4 @@ def _validate_recipe(section: OptimizerSection, known: Mapping[str, float]) -> N
                 f"optimizer.arguments.{name} = {value:g} means nothing to {section.name}: it has {', '.join(known)}"
             )
         if isinstance(known[name], int) and value != int(value):
-            raise ConfigError(f"optimizer.arguments.{name} = {value:g} cannot be: write a whole number")
+            raise ConfigError(f"optimizer.arguments.{name} = {value:g} is invalid: write a whole number")

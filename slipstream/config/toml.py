@@ -24,7 +24,7 @@ def load_toml(path: Path) -> Config:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:  # bad TOML or UTF-8, too long a number, too deeply nested tables
-        raise ConfigError(f"{path} is not valid TOML ({error}): mend it there") from error
+        raise ConfigError(f"{path} is not valid TOML ({error}): correct it there") from error
     return build(Config, tree, f"{path}: ")
 
 

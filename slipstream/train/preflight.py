@@ -109,7 +109,7 @@ def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> N
             given = f" with optimizer.arguments = {arguments}" if arguments else ""
             raise ConfigError(
                 f"optimizer.name = {config.optimizer.name!r}{given} fails on a toy model ({error}): "
-                "mend optimizer.arguments, or use another optimizer"
+                "change optimizer.arguments, or use another optimizer"
             ) from error
 
 

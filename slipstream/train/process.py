@@ -207,7 +207,7 @@ def _say_where_it_stopped(
     if step not in steps:
         newest_step = f"the newest is of step {steps[-1]}" if steps else "there is no other"
         raise PipelineError(transport.fail(f"stopped after step {step}, which has no checkpoint: {newest_step}"))
-    say(f"stopped after step {step}, and saved: go on with --checkpoint.resume")
+    say(f"stopped after step {step}, and saved: resume with --checkpoint.resume")
 
 
 def make_pipeline(

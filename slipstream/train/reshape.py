@@ -82,7 +82,7 @@ def check_layout_changes(config: Config) -> None:
         try:
             check_layout(config, change.layout)
         except ConfigError as error:
-            raise ConfigError(f"pipeline.reshape = {text!r} cannot be: {error}") from error
+            raise ConfigError(f"pipeline.reshape = {text!r} is invalid: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(
-            f"run.name = {folder.name!r} has been used, {folder} exists: choose another, set checkpoint.resume to go "
-            "on with it, or run.overwrite"
+            f"run.name = {folder.name!r} has been used, {folder} exists: choose another, set checkpoint.resume to "
+            "continue it, or run.overwrite"
         )
     if not is_run:
         raise ConfigError(

@@ -53,7 +53,7 @@ def train(config: Config) -> None:
     found = newest(store, config, components.model, Screen().print) if config.checkpoint.resume and is_first else None
     is_over = found is not None and found.step == config.train.steps and has_summary(folder, found.step)
     if is_over:
-        Screen().print(f"{folder} has made its {config.train.steps} steps: raise train.steps to go on")
+        Screen().print(f"{folder} has made its {config.train.steps} steps: raise train.steps to continue")
         if not under_torchrun():  # under torchrun the other processes must still be notified
             return
     elif is_first:
@@ -63,9 +63,9 @@ def train(config: Config) -> None:
         make_folder(folder, config, components, keep=config.checkpoint.resume)
         store.clean()
         if found is not None:
-            Screen().print("\n".join([f"going on from the checkpoint of step {found.step}", *changed]))
+            Screen().print("\n".join([f"resuming from the checkpoint of step {found.step}", *changed]))
         elif config.checkpoint.resume:
-            Screen().print(f"{folder} has no checkpoint to go on from: starting at step 1")
+            Screen().print(f"{folder} has no checkpoint to resume from: starting at step 1")
         for line in [*unused, describe(config, components, folder)]:
             Screen().print(line)
     is_threaded = config.pipeline.transport == "thread"

@@ -453,4 +453,4 @@ def test_the_price_of_a_delay_is_in_the_time_that_a_budget_takes(capsys, monkeyp
 @pytest.mark.parametrize("tokens", ["0", "-1", "inf"])
 def test_a_budget_that_is_none_is_refused(capsys, tokens):
     said = refusal(capsys, "plan", "--devices", "2", "--tokens", tokens, *SMALL)
-    assert f"tokens = {float(tokens)} cannot be: use a number above 0" in said
+    assert f"tokens = {float(tokens)} is invalid: use a number above 0" in said

@@ -131,9 +131,9 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ({"optimizer__weight_decay": math.inf}, "optimizer.weight_decay = inf is not finite"),
         ({"optimizer__error_feedback": math.nan}, "optimizer.error_feedback = nan is not finite"),
         ({"optimizer__arguments": {"momentum": math.nan}}, "optimizer.arguments.momentum = nan is not finite"),
-        ({"optimizer__lookahead": 21.0}, "optimizer.lookahead = 21.0 cannot be: use 0 to 20, where with"),
+        ({"optimizer__lookahead": 21.0}, "optimizer.lookahead = 21.0 is invalid: use 0 to 20, where with"),
         ({"optimizer__lookahead": -1.0}, "optimizer.lookahead = -1.0 cannot be"),
-        ({"optimizer__beta1": 1.0}, "optimizer.beta1 = 1.0 cannot be: use at least 0 and less than 1"),
+        ({"optimizer__beta1": 1.0}, "optimizer.beta1 = 1.0 is invalid: use at least 0 and less than 1"),
         (
             {"optimizer__balance_rate": 0.1},
             "balances experts, and model.preset = 'tiny' has none: leave it out, or set",
@@ -169,7 +169,7 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ),
         (
             {"pipeline__stages": 4, "pipeline__microbatches": 3},
-            "pipeline.microbatches = 3 cannot be: 3 microbatches are too few for two_bw on 4 stages at minimum depth: "
+            "pipeline.microbatches = 3 is invalid: 3 microbatches are too few for two_bw on 4 stages at minimum depth: "
             "use at least 4",
         ),
         (
@@ -188,10 +188,10 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ),
         ({"train__loss_chunk_tokens": -1}, "train.loss_chunk_tokens = -1 is too small: use 0 or more"),
         ({"train__recompute_every": -1}, "train.recompute_every = -1 is too small: use 0 or more"),
-        ({"pipeline__timeout_seconds": 0.0}, "pipeline.timeout_seconds = 0 cannot be: use at least 0.01"),
+        ({"pipeline__timeout_seconds": 0.0}, "pipeline.timeout_seconds = 0 is invalid: use at least 0.01"),
         (
             {"pipeline__timeout_seconds": 1e9},
-            "pipeline.timeout_seconds = 1e+09 cannot be: use at least 0.01, and at most",
+            "pipeline.timeout_seconds = 1e+09 is invalid: use at least 0.01, and at most",
         ),
         ({"run__name": ""}, "run.name = '' is not the name of a folder"),
         ({"run__name": ".."}, "run.name = '..' is not the name of a folder"),

@@ -119,7 +119,7 @@ def torchrun_with_kills(
     finally:
         run.end()
     # Of a start that was killed before it could say where it went on from, there is no line.
-    lines = [int(step) for step in re.findall(r"going on from the checkpoint of step (\d+)", run.said)]
+    lines = [int(step) for step in re.findall(r"resuming from the checkpoint of step (\d+)", run.said)]
     expected_lines = [kill.newest for kill in kills if kill.newest]
     for number, kill in enumerate(kills, 1):
         kill.resumed = kill.newest
@@ -205,7 +205,7 @@ def _is_saving(folder: Path, part: str) -> bool:
 
 def _resumed(said: str) -> int | None:
     """None: it was killed before it could say so."""
-    found = re.search(r"going on from the checkpoint of step (\d+)", said)
+    found = re.search(r"resuming from the checkpoint of step (\d+)", said)
     return int(found[1]) if found else 0 if " parameters on " in said else None
 
 

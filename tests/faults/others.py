@@ -231,7 +231,7 @@ def _damaged(case: Case, damage: Callable[[Path], None]) -> str:
     again = case.finish()
     said = first_line(again, "the checkpoint before it is taken")
     case.expect(said.startswith(str(file)), f"the file is named ({said})")
-    case.expect(f"going on from the checkpoint of step {before}\n" in again, f"the one before is taken ({again[:300]})")
+    case.expect(f"resuming from the checkpoint of step {before}\n" in again, f"the one before is taken ({again[:300]})")
     return said.replace(str(case.folder), "RUNS")
 
 

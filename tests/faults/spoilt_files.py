@@ -336,7 +336,7 @@ def _checkpoint(dice: random.Random, folder: Path, templates: Path) -> Case:
         words = _damage(dice, newest)
         # None that is damaged is taken: it is named, and the one before it is gone on from.
         return Case(
-            f"checkpoint: damaged, {words}", command, codes=(0,), must_say="going on from the checkpoint of step"
+            f"checkpoint: damaged, {words}", command, codes=(0,), must_say="resuming from the checkpoint of step"
         )
     words = _forge(dice, newest)
     return Case(f"checkpoint: forged, {words}", command)

@@ -278,7 +278,7 @@ def test_an_unknown_argument_is_one_sentence(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("soap", {"precondition_frequency": 2.5}, "optimizer.arguments.precondition_frequency = 2.5 cannot be: write"),
+        ("soap", {"precondition_frequency": 2.5}, "optimizer.arguments.precondition_frequency = 2.5 is invalid: write"),
         ("lion", {"lr": 1.0}, "optimizer.arguments.lr = 1.0 has a field of its own: set optimizer.learning_rate"),
         ("mars", {"weight_decay": 1.0}, "optimizer.arguments.weight_decay = 1.0 has a field of its own"),
         ("adamw", {"eps": 1.0}, "is for other optimizers, and adamw has fields of its own: use those"),

@@ -125,7 +125,7 @@ def test_where_there_is_no_checkpoint_a_run_begins(base, capsys):
     train(config)
     assert summary_of(config)["resumed_at"] is None
     train(config)  # and there is nothing left to do
-    assert "has made its 12 steps: raise train.steps to go on" in capsys.readouterr().out
+    assert "has made its 12 steps: raise train.steps to continue" in capsys.readouterr().out
     longer = changed(config, train__steps=14)
     train(longer)
     assert summary_of(longer)["resumed_at"] == 12 and summary_of(longer)["steps"] == 14

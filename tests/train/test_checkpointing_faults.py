@@ -133,7 +133,7 @@ def test_a_stop_without_a_checkpoint_is_no_success(tiny, monkeypatch, capsys):
         monkeypatch.setattr(f"slipstream.train.{module}.SignalRequests", StopsAtOnce)
     config = changed(tiny, train__steps=40)
     assert cli.run(["train", *as_arguments(config)]) == 0
-    assert "and saved: go on with --checkpoint.resume" in capsys.readouterr().out
+    assert "and saved: resume with --checkpoint.resume" in capsys.readouterr().out
     monkeypatch.setattr(Store, "write", fail)
     assert cli.run(["train", *as_arguments(changed(config, run__name="other"))]) == 1
     said = capsys.readouterr()

@@ -137,9 +137,9 @@ def test_a_run_that_is_taken_up_again_has_the_shape_of_its_step(base):
     ({"pipeline__reshape": ("16=4",)}, "pipeline.reshape = '16=4' comes when all train.steps = 16 are made: use less"),
     ({"pipeline__reshape": ("9=4", "5=2")}, "is not in order: sort it by its steps"),
     ({"pipeline__reshape": ("5=4", "5=2")}, "is not in order: sort it by its steps"),
-    ({"pipeline__reshape": ("5=5",)}, "pipeline.reshape = '5=5' cannot be: pipeline.microbatches = 4 cannot be"),
-    ({"pipeline__reshape": ("5=1x3",)}, "pipeline.reshape = '5=1x3' cannot be: a step's 4 microbatches cannot be"),
-    ({"pipeline__reshape": ("5=2/1,1",)}, "pipeline.reshape = '5=2/1,1' cannot be: pipeline.layers_per_stage = [1, 1]"),
+    ({"pipeline__reshape": ("5=5",)}, "pipeline.reshape = '5=5' is invalid: pipeline.microbatches = 4 cannot be"),
+    ({"pipeline__reshape": ("5=1x3",)}, "pipeline.reshape = '5=1x3' is invalid: a step's 4 microbatches cannot be"),
+    ({"pipeline__reshape": ("5=2/1,1",)}, "pipeline.reshape = '5=2/1,1' is invalid: pipeline.layers_per_stage = [1, 1]"),
     ({"pipeline__reshape": ("5=4",), "pipeline__processes": 3}, "pipeline.processes = 3 is less than the 4 that"),
     ({"pipeline__processes": 1}, "pipeline.processes = 1 is less than the 2 that"),
     ({"pipeline__processes": 99}, "pipeline.processes = 99 is more than any layout could use, 4 layers in 4 replicas"),
@@ -156,10 +156,10 @@ def test_a_shape_that_cannot_be_is_refused_before_anything_is_done(base, fields,
 
 
 @pytest.mark.parametrize(("layout", "message"), [
-    ("5", "layout = '5' cannot be: 5 takes 5 processes and the run was started with 4: use fewer, or start it with"),
-    ("x2", "layout = 'x2' cannot be: 'x2' is no layout"),
-    ("1x3", "layout = '1x3' cannot be: a step's 4 microbatches cannot be shared by 3 replicas"),
-    ("2/3,3", "layout = '2/3,3' cannot be: pipeline.layers_per_stage = [3, 3] does not cut 4 layers into 2 stages"),
+    ("5", "layout = '5' is invalid: 5 takes 5 processes and the run was started with 4: use fewer, or start it with"),
+    ("x2", "layout = 'x2' is invalid: 'x2' is no layout"),
+    ("1x3", "layout = '1x3' is invalid: a step's 4 microbatches cannot be shared by 3 replicas"),
+    ("2/3,3", "layout = '2/3,3' is invalid: pipeline.layers_per_stage = [3, 3] does not cut 4 layers into 2 stages"),
 ])  # fmt: skip
 def test_a_command_that_cannot_be_is_refused_and_the_run_left_alone(base, capsys, layout, message):
     config = changed(base, pipeline__processes=4, train__steps=1)

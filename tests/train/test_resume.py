@@ -42,7 +42,7 @@ def test_a_run_that_goes_on_as_it_was_says_no_more_than_that(tiny, capsys):
     train(config)
     for name in ("step-00000006", "summary.json"):
         (folder_of(config) / ("checkpoints" if "step" in name else "") / name).rename(folder_of(config) / f"old-{name}")
-    assert said(changed(config, checkpoint__resume=True), capsys) == ["going on from the checkpoint of step 3"]
+    assert said(changed(config, checkpoint__resume=True), capsys) == ["resuming from the checkpoint of step 3"]
     assert not list(folder_of(config).glob("config.until*"))
 
 
@@ -87,7 +87,7 @@ def test_a_rate_that_jumps_is_told_with_the_remedy_and_the_remedy_helps(tiny, ca
 def test_a_run_without_a_checkpoint_says_that_it_begins(tiny, capsys):
     config = changed(tiny, run__name="typo", checkpoint__resume=True)
     [line] = said(config, capsys)
-    assert line == f"{folder_of(config)} has no checkpoint to go on from: starting at step 1"
+    assert line == f"{folder_of(config)} has no checkpoint to resume from: starting at step 1"
 
 
 def test_a_summary_is_of_the_whole_run(half, capsys):

@@ -110,7 +110,7 @@ def _turns(run: Run) -> list[dict[str, Any]]:
     ]
     changed = [re.fullmatch(CHANGED, path.name) for path in run.folder.glob("config.until-step-*.toml")]
     resumed = {float(match[1]) for match in changed if match} | {number(run.summary, "resumed_at") or 0.0}
-    found += [(step, "taken up") for step in resumed if step]
+    found += [(step, "resumed") for step in resumed if step]
     return [{"step": step, "text": text} for step, text in sorted((at, text) for at, text in found if at is not None)]
 
 

@@ -241,7 +241,7 @@ def _read_config(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
         except OSError as error:
             raise _unreadable(path, error) from error
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is not valid TOML ({error}): mend it there") from error
+            raise UsageError(f"{path} is not valid TOML ({error}): correct it there") from error
     return dict(_settings(tree))
 
 

@@ -58,7 +58,9 @@ class Cell:
             )
         steps = self.config.train.steps
         if any(not 0 <= delay <= steps for delay in self.delays):
-            raise ConfigError(f"delays = {list(self.delays)} cannot be: use 0 to train.steps = {steps} for every stage")
+            raise ConfigError(
+                f"delays = {list(self.delays)} is invalid: use 0 to train.steps = {steps} for every stage"
+            )
         if (replicas := self.config.pipeline.replicas) > 1:
             raise ConfigError(
                 f"pipeline.replicas = {replicas} shares the batch among pipelines, and a study has none: multiply "

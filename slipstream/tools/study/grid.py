@@ -89,13 +89,13 @@ def load_grid(path: Path) -> Grid:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML ({error}): mend it there") from error
+        raise ConfigError(f"{path} is not valid TOML ({error}): correct it there") from error
     try:
         return make_grid(tree, path.stem)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} has tables without end: mend it there") from error
+        raise ConfigError(f"{path} has tables without end: correct it there") from error
 
 
 def make_grid(tree: dict[str, Any], default_name: str) -> Grid:

@@ -143,7 +143,7 @@ def test_changes_of_shape_and_resumes_are_marked_on_the_curves(open_page: Callab
     places = [float(mark.get_attribute("x1")) for mark in marks[:3]]
     assert places == sorted(places) and len(set(places)) == 3
     titles = [mark.get_attribute("textContent") for mark in marks[:3]]
-    assert titles[0] == "taken up after step 5" and titles[1] == "2 -> 4 (stages x replicas) after step 10"
+    assert titles[0] == "resumed after step 5" and titles[1] == "2 -> 4 (stages x replicas) after step 10"
 
 
 TABS = ["Overview", "Training", "Pipeline", "Memory", "Configuration"]

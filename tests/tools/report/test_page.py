@@ -176,9 +176,9 @@ def test_the_head_says_where_a_run_changed_its_shape_and_was_taken_up(write_run:
     head = page_data([replace(run, summary=run.summary | {"reshapes": [turn], "resumed_at": 10})])["runs"][0]
     assert [mark["step"] for mark in head["turns"]] == [5, 10, 20]  # on every chart
     assert "2 x 1 -> 4 x 1 (stages x replicas) after step 20" in head["facts"]
-    assert "taken up after step 5" in head["facts"] and "taken up after step 10" in head["facts"]
+    assert "resumed after step 5" in head["facts"] and "resumed after step 10" in head["facts"]
     (run.folder / "config.until-step-5.toml").unlink()
-    assert not any("->" in fact or "taken up" in fact for fact in page_data([run])["runs"][0]["facts"])
+    assert not any("->" in fact or "resumed" in fact for fact in page_data([run])["runs"][0]["facts"])
 
 
 def test_several_runs_share_axes_under_their_names(write_run: WriteRun) -> None:

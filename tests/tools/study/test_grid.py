@@ -276,7 +276,7 @@ MISTAKES = [
     ("[config", "is not valid TOML (Expected ']' at the end of a table declaration"),
     ("x = ", "is not valid TOML (Invalid value"),
     (f"x = {'[' * 2000}", "is not valid TOML (maximum recursion depth exceeded"),
-    (f"{GRID}{'.'.join('a' * 3000)} = 1", "has tables without end: mend it there"),
+    (f"{GRID}{'.'.join('a' * 3000)} = 1", "has tables without end: correct it there"),
     (b"\xff\xfe", "is not valid TOML ('utf-8' codec can't decode byte 0xff in position 0"),
     # its top
     (f"stpes = 3\n{GRID}", "stpes is unknown: known are name, description, compute_dtype, compile_mode, config, modes"),
@@ -345,7 +345,7 @@ MISTAKES = [
     (f"{GRID}pipeline.stages = 0", "pipeline.stages = 0 is too small: use 1 or more"),
     (
         f"{GRID}pipeline.stages = 9",
-        "pipeline.microbatches = 4 cannot be: 4 microbatches are too few for two_bw on 9",
+        "pipeline.microbatches = 4 is invalid: 4 microbatches are too few for two_bw on 9",
     ),
     (
         f"{GRID}pipeline.depth = 'double'",
@@ -367,7 +367,7 @@ MISTAKES = [
     ),
     (f"{DELAYED}delays = [1]", "delays = [1] has not one entry for each of pipeline.stages = 2: give 2"),
     (f"{DELAYED}delays = [[1, 0], [1]]", "delays = [1] has not one entry for each of pipeline.stages = 2: give 2"),
-    (f"{DELAYED}delays = [1, -1]", "delays = [1, -1] cannot be: use 0 to train.steps = 200 for every stage"),
+    (f"{DELAYED}delays = [1, -1]", "delays = [1, -1] is invalid: use 0 to train.steps = 200 for every stage"),
     (f"{DELAYED}delays = [1, 1{'0' * 30}]", "cannot be: use 0 to train.steps = 200 for every stage"),
     (f"{DELAYED}delays = [1, 0.5]", "delays = 0.5 has the wrong type: write a whole number"),
     (f"{DELAYED}delays = [true, false]", "delays = True has the wrong type: write a whole number"),
