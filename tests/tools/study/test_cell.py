@@ -326,7 +326,7 @@ def test_a_cell_is_called_by_optimizer_seed_and_id() -> None:
         (replace(DELAYED, compute_dtype="fp8"), "compute_dtype = 'fp8' is unknown: choose one of bfloat16, float32"),
         (replace(DELAYED, compile_mode="fast"), "compile_mode = 'fast' is unknown: choose one of default, reduce"),
         (replace(DELAYED, delays=(1, 0, 0)), "delays = [1, 0, 0] has not one entry for each of pipeline.stages = 2"),
-        (replace(DELAYED, delays=(-1, 0)), "delays = [-1, 0] is invalid: use 0 to train.steps = 200 for each stage"),
+        (replace(DELAYED, delays=(-1, 0)), "delays = [-1, 0] is invalid: use 0 to train.steps = 200 for every stage"),
         (replace(DELAYED, predictor_weight=float("inf")), "predictor_weight = inf is not finite: write a number that"),
         (
             with_config(DELAYED, train__compile=True),
