@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from slipstream.cli import run
+from slipstream.cli import plan, run
 
 PAGES = Path(__file__).parents[2] / "docs" / "development"
 SMALL = [
@@ -44,7 +44,10 @@ def summary(name: str) -> dict:
     return json.loads(Path("runs", name, "summary.json").read_text())
 
 
-def test_a_model_of_the_readers_own_is_trained_resumed_planned_and_studied(folder, text_file, capsys):
+def test_a_model_of_the_readers_own_is_trained_resumed_planned_and_studied(folder, text_file, capsys, monkeypatch):
+    monkeypatch.setattr(
+        plan, "SCHEDULES", ("one_f_one_b", "two_bw")
+    )  # the others take longer, and are tested elsewhere
     (folder / "mymodels.py").write_text(code_of("add_model.md")[0])
     model = ["--model.name", "mymodels.ShiftModel", "--model.dim", "16", "--model.arguments", "hidden_dim", "24"]
     base = [*model, *SMALL, "--data.sources", str(text_file)]
@@ -129,10 +132,9 @@ def test_a_schedule_that_a_reader_adds_is_checked_and_trained(tmp_path, text_fil
     model = "--model.dim 16 --model.num-heads 2 --model.num-kv-heads 1 --model.hidden-dim 32 --model.sequence-length 16"
     train = ["train", *model.split(), *SMALL, "--data.sources", str(text_file), "--train.steps", "3"]
     train += ["--pipeline.schedule", "my_schedule", "--optimizer.error-feedback", "0"]
-    for arguments, said in (
-        (["schedule", "my_schedule", "--output", "drawn.svg"], "no deadlock"),
-        (train, "my_schedule, gradients"),
-    ):
-        command = [sys.executable, "-m", "slipstream", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    look = ["schedule", "my_schedule", "--output", "drawn.svg"]
+    program = f"from slipstream.cli import run; raise SystemExit(run({look!r}) or run({train!r}))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no deadlock" in done.stdout and "my_schedule, gradients" in done.stdout
