@@ -88,7 +88,7 @@ class Schedule:
         if self.first_step < 0 or (self.num_steps is not None and self.first_step > self.num_steps):
             raise ScheduleError(f"a run of {self.num_steps} steps cannot begin at step {self.first_step}")
         if self.sync_start_steps < 0:
-            raise ScheduleError(f"{self.sync_start_steps} synchronous steps is invalid: use 0 or more")
+            raise ScheduleError(f"{self.sync_start_steps} synchronous steps are too few: use 0 or more")
         if self.num_microbatches < self.min_microbatches:
             raise ScheduleError(
                 f"{self.num_microbatches} microbatches are too few for {self.name} on {self.num_stages} stages "

@@ -38,7 +38,7 @@ def test_quick_measures_every_rival_and_writes_its_files(tmp_path, capsys):
         (["--stages", "1"], "stages = 1 cannot be compared: use 2 to 32"),
         (["--rounds", "0"], "rounds = 0 measures nothing: use 1 or more"),
         (["--only", "real", "--stages", "4"], "stages = 4 is for emulated compute"),
-        (["--only", "surreal"], "only = 'surreal' cannot be"),
+        (["--only", "surreal"], "only = 'surreal' is invalid"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(arguments, words, tmp_path):

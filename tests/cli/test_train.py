@@ -75,15 +75,15 @@ TRAIN_MISTAKES = [
     ("--optimizer.name sgd", "optimizer.name = 'sgd' is no optimizer: use muon, adamw, normuon, soap,"),
     ("--optimizer.name no.Such", "optimizer.name = 'no.Such' is no optimizer (No module named 'no'): use muon,"),
     ("--optimizer.name torch.nn.Linear", "optimizer.name = 'torch.nn.Linear' is no optimizer: use muon,"),
-    ("--optimizer.name torch.optim.LBFGS", "LBFGS.step() missing 1 required positional argument: 'closure'): mend"),
+    ("--optimizer.name torch.optim.LBFGS", "LBFGS.step() missing 1 required positional argument: 'closure'): change"),
     ("--optimizer.name torch.optim.Muon", "Muon only supports 2D parameters"),
     (
         "--optimizer.name torch.optim.SGD --optimizer.arguments momentum -1",
-        "optimizer.arguments = {'momentum': -1.0} fails on a toy model (Invalid momentum value: -1.0): mend optimizer",
+        "optimizer.arguments = {'momentum': -1.0} fails on a toy model (Invalid momentum value: -1.0): change",
     ),
     (
         "--optimizer.name torch.optim.SGD --optimizer.arguments impetus 1",
-        "got an unexpected keyword argument 'impetus'): mend optimizer.arguments",
+        "got an unexpected keyword argument 'impetus'): change optimizer.arguments",
     ),
     (
         "--optimizer.arguments momentum",

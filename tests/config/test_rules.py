@@ -132,7 +132,7 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
         ({"optimizer__error_feedback": math.nan}, "optimizer.error_feedback = nan is not finite"),
         ({"optimizer__arguments": {"momentum": math.nan}}, "optimizer.arguments.momentum = nan is not finite"),
         ({"optimizer__lookahead": 21.0}, "optimizer.lookahead = 21.0 is invalid: use 0 to 20, where with"),
-        ({"optimizer__lookahead": -1.0}, "optimizer.lookahead = -1.0 cannot be"),
+        ({"optimizer__lookahead": -1.0}, "optimizer.lookahead = -1.0 is invalid"),
         ({"optimizer__beta1": 1.0}, "optimizer.beta1 = 1.0 is invalid: use at least 0 and less than 1"),
         (
             {"optimizer__balance_rate": 0.1},

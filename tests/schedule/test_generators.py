@@ -99,7 +99,7 @@ def test_an_endless_schedule_begins_like_a_long_one(name):
         ({"name": "gpipe", "depth": "double"}, "depth 'double' is made for two_bw, not for gpipe"),
         ({"num_stages": 0}, "0 stages are too few"),
         ({"num_steps": 0}, "0 steps are too few"),
-        ({"sync_start_steps": -1}, "-1 synchronous steps cannot be"),
+        ({"sync_start_steps": -1}, "-1 synchronous steps are too few"),
         ({"num_microbatches": 3}, "3 microbatches are too few for two_bw on 4 stages .* use at least 4"),
         ({"depth": "double", "num_microbatches": 6}, "at double depth: use at least 7"),
     ],

@@ -46,7 +46,7 @@ SETTING = GpuSetting(dim=128, blocks=4, sequence_length=16, batch=2, vocabulary=
         (["--microbatches", "4", "0"], "microbatches = 4 0 has less than 1: use 1 or more"),
         (["--batch", "0"], "batch = 0 measures nothing: use 1 or more"),
         (["--clock", "0"], "clock = 0 measures nothing: use 1 or more"),
-        (["--device", "tpu"], "device = 'tpu' cannot be"),
+        (["--device", "tpu"], "device = 'tpu' is invalid"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(arguments, words, tmp_path, monkeypatch):

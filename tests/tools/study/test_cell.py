@@ -335,7 +335,7 @@ def test_a_cell_is_called_by_optimizer_seed_and_id() -> None:
         (with_config(DELAYED, train__non_finite="skip"), "train.non_finite = 'skip' asks the device after every step"),
         (
             replace(with_config(DELAYED, optimizer__name="soap"), predictor="experiments.predictors.momentum"),
-            "predictor = 'momentum' looks into muon and adamw, not into optimizer.name = 'soap': use another predictor",
+            "predictor = 'experiments.predictors.momentum' looks into muon and adamw, not into optimizer.name",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -367,7 +367,7 @@ def test_a_forecast_leaves_the_optimizer_alone(name: str, make: Make) -> None:
 
 
 def test_an_unknown_predictor_is_refused() -> None:
-    with pytest.raises(ValueError, match="predictor 'lats' is unknown: choose one of last, two_term, adaptive, fitted"):
+    with pytest.raises(ValueError, match="predictor = 'lats' is unknown: use last, two_term or the import path"):
         make_predictor("lats", 0.5, [])
 
 

@@ -455,7 +455,7 @@ def test_a_wrong_argument_is_one_sentence_before_anything_happens(
 
 FILE_MISTAKES = [
     ("train.sede = 1", "grid.toml: train.sede is unknown: did you mean seed?"),
-    ("predictor = 'lats'", "grid.toml: predictor = 'lats' is unknown: choose one of last,"),
+    ("predictor = 'lats'", "grid.toml: predictor = 'lats' is unknown: use last, two_term"),
     ("evaluation.batches = 0", "evaluation.batches = 0 leaves nothing to compare: use 1 or more"),
     ("pipeline.stages = 9\npipeline.microbatches = 9", "pipeline.stages = 9 is more than the model's 4 layers (embed"),
     ("pipeline.layers_per_stage = [[2, 2], [1, 1]]", "pipeline.layers_per_stage = [1, 1] does not cut 4 layers into 2"),
