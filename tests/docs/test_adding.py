@@ -59,9 +59,8 @@ def test_a_model_of_the_readers_own_is_trained_resumed_planned_and_studied(folde
     assert summary("two")["resumed_at"] == 8 and summary("two")["steps"] == 12
     assert run(["plan", *model, "--devices", "2", "--device-kind", "cpu", "--batch-tokens", "512"]) == 0
     assert "mymodels.ShiftModel: " in capsys.readouterr().out
-    sections = {"model": {"name": "mymodels.ShiftModel", "dim": 16}, "data": {"sources": [str(text_file)]}}
     lines = ['name = "own"', "[config.model]", 'name = "mymodels.ShiftModel"', "dim = 16", "[config.data]"]
-    lines += [f'sources = ["{sections["data"]["sources"][0]}"]', "[config.train]", "steps = 6", "microbatch_size = 2"]
+    lines += [f'sources = ["{text_file}"]', "[config.train]", "steps = 6", "microbatch_size = 2"]
     lines += ["[[grid]]", 'mode = ["sync", "ef"]', 'optimizer.name = "muon"', "train.seed = 0"]
     Path("own.toml").write_text("\n".join(lines))
     assert run(["study", "own.toml", "--jobs", "1"]) == 0
