@@ -14,7 +14,8 @@ def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(".")
-    remedy = f"use {', '.join(known)} or the import path of your own, package.module.Name"
+    names = f"{', '.join(known)} or " if known else ""
+    remedy = f"use {names}the import path of your own, package.module.Name"
     if not module:
         raise ConfigError(f"{field} = {name!r} is unknown: {remedy}")
     try:

@@ -25,7 +25,7 @@ LOADERS: dict[str, Callable[[DataConfig], Corpus]] = {"files": load_corpus}
 def corpus_of(config: DataConfig) -> Corpus:
     load = find("data.loader", config.loader, LOADERS)
     if config.loader in LOADERS:
-        return LOADERS[config.loader](config)
+        return load(config)
     try:
         corpus = load(config)
     except DataError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.imports import find
+from ..errors import ConfigError
 
 Row = Mapping[str, Any]
 """One row of metrics. After an update it has step, loss and everything else that docs/reference/files.md lists. After
@@ -39,7 +40,11 @@ SINKS: dict[str, type[Sink]] = {}
 
 
 def sink_classes(names: Sequence[str]) -> list[type[Sink]]:
-    return [find("run.sinks", name, SINKS) for name in names]
+    classes = [find("run.sinks", name, SINKS) for name in names]
+    for name, cls in zip(names, classes, strict=True):
+        if not isinstance(cls, type):
+            raise ConfigError(f"run.sinks = {name!r} is no class: give the import path of one with write and close")
+    return classes
 
 
 class JsonLines:
