@@ -6,6 +6,9 @@
         --model.vocab-size 256 --model.sequence-length 1024
     python benchmarks/plan_on_slices.py slice.json m4/results.json m8/results.json
 
+The first table compares. The second says what the same stages would do in longer pipelines: four blocks, the same
+update and the same time of a message on each of 64 or 1,024 GPUs.
+
 Forwards and backwards cost what the profile says, which knows nothing of pipelines. A message takes as long as the
 bench measured between two stages, and an update as long as in the bench's one_f_one_b, which makes it in turn: the
 bench keeps its optimizer in bfloat16, and the trainer never does. Printed are the schedules that plan knows, larger
@@ -16,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from slipstream.model.registry import Decoder
 from slipstream.tools.bench.workloads import GpuSetting, Placement, layers_per_chunk
 from slipstream.tools.plan.costs import measured_costs
-from slipstream.tools.plan.predict import predict, why_not
+from slipstream.tools.plan.predict import StageCosts, predict, why_not
 from slipstream.train.layer_profile import Profile, read_profile
 
 NAMES = {
@@ -33,6 +37,7 @@ NAMES = {
     "ScheduleZBVZeroBubble": "zero_bubble_v",
 }
 """torch's schedules, as plan calls them; it does not know the others."""
+LONGER = ("one_f_one_b", "zero_bubble_v", "two_bw")
 
 
 def update_seconds(worlds: list[dict[str, Any]]) -> float | None:
@@ -42,19 +47,25 @@ def update_seconds(worlds: list[dict[str, Any]]) -> float | None:
     return median(found) if found else None
 
 
-def rows(
-    profile: Profile, path: Path, world: dict[str, Any], update: float | None
-) -> list[tuple[str, int, float, float]]:
-    """Of one command of the bench: rival, microbatches, measured and predicted seconds."""
-    setting, num_stages = GpuSetting(**world["gpu"]), world["num_stages"]
-    costs = measured_costs(profile, setting.config(num_stages), path)
+def stage_costs(
+    profile: Profile, path: Path, world: dict[str, Any], update: float | None, num_stages: int
+) -> StageCosts:
+    """The costs of the stages of one command of the bench, or of as many others."""
+    setting = GpuSetting(**world["gpu"])
+    costs = measured_costs(profile, Decoder(**asdict(setting.config(num_stages))), path)
     sizes = layers_per_chunk(Placement(num_stages), [setting.blocks] * num_stages)
     messages = [each["message_seconds"] for rival in world["rivals"] for each in rival["rounds"]]
     latency = median([seconds for seconds in messages if seconds] or [0.0])
     stages = costs.stages(sizes, setting.batch, latency)
-    if update is not None:
-        stages = replace(stages, update=(update,) * num_stages)
-    found = []
+    return stages if update is None else replace(stages, update=(update,) * num_stages)
+
+
+def rows(
+    profile: Profile, path: Path, world: dict[str, Any], update: float | None
+) -> list[tuple[str, int, float, float]]:
+    """Of one command of the bench: rival, microbatches, measured and predicted seconds."""
+    num_stages, found = world["num_stages"], []
+    stages = stage_costs(profile, path, world, update, num_stages)
     for outcome in world["rivals"]:
         rival, measured = outcome["rival"], outcome["row"]["step_seconds"]
         name = NAMES.get(rival["schedule"], rival["schedule"])
@@ -84,6 +95,15 @@ def main() -> None:
             f"| {name} | {num_microbatches} | {1e3 * measured:.0f} | {1e3 * predicted:.0f} | "
             f"{100 * (predicted / measured - 1):+.1f} % |"
         )
+    print("\n| stages | m | " + " | ".join(f"{name}, ms" for name in LONGER) + " | two_bw over 1F1B | over ZB-V |")
+    print("|---:|---:|" + "---:|" * (len(LONGER) + 2))
+    for num_stages in (64, 1024):
+        stages = stage_costs(profile, given.profile, worlds[0], update, num_stages)
+        for num_microbatches in (num_stages, 2 * num_stages, 4 * num_stages):
+            times = [1e3 * predict(name, stages, num_microbatches).step_time for name in LONGER]
+            cells = [f"{milliseconds:,.0f}" for milliseconds in times]
+            cells += [f"{times[0] / times[-1]:.2f}", f"{times[1] / times[-1]:.2f}"]
+            print(f"| {num_stages:,} | {num_microbatches:,} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ slipstream itself, by torchrun, and by hand as srun does (RANK, WORLD_SIZE and M
 ranks must be gone within the time-out and ten seconds. Then undisturbed starts by hand: every rank must exit with 0.
 
     python -m tests.faults.gpus --cold 30            cold starts of `slipstream train` in a row
-    python -m tests.faults.gpus --long 2000          one run of so many steps, with two reshapes: is its memory flat?
+    python -m tests.faults.gpus --long 2000          one run of so many steps, with six reshapes: is its memory flat?
 """
 
 from __future__ import annotations
@@ -243,12 +243,11 @@ def memory_of(run: subprocess.Popen[str]) -> tuple[int, int]:
 
 
 def run_long(device: str, num_steps: int) -> list[str]:
-    """Memory is compared between a quarter of the way and the end, in the same number of stages."""
-    third = num_steps // 3
+    """Goes to two stages and back three times. Memory in four stages is compared before the first time and at the end."""
+    third, tenth = num_steps // 3, num_steps // 10
+    reshapes = [f"{third + i * tenth // 2}={stages}" for i, stages in enumerate((2, 4, 2, 4, 2, 4))]
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        command = train_command(
-            Path(name), device, num_steps, "--pipeline.reshape", f"{third}=2", f"{third + num_steps // 10}=4"
-        )
+        command = train_command(Path(name), device, num_steps, "--pipeline.reshape", *reshapes)
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         rows, seen = Path(name) / "run" / "metrics.jsonl", list[tuple[int, int, int]]()
         began = time.monotonic()
@@ -263,7 +262,8 @@ def run_long(device: str, num_steps: int) -> list[str]:
     if run.returncode != 0 or not early or not late:
         return [f"the long run ended with {run.returncode}: {said[-300:]}"]
     print(f"{num_steps} steps in {time.monotonic() - began:.0f} s; MiB of the host and of the device:", flush=True)
-    print(f"  step {early[-1][0]}: {early[-1][1:]}, step {late[-1][0]}: {late[-1][1:]}", flush=True)
+    for step, on_host, on_device in [early[-1], *(each for each in seen if third <= each[0]), late[-1]]:
+        print(f"  step {step}: {on_host}, {on_device}", flush=True)
     grown = [after / max(1, before) - 1 for before, after in zip(early[-1][1:], late[-1][1:], strict=True)]
     return [] if max(grown) < 0.1 else [f"memory grew by {100 * max(grown):.0f} %"]
 
