@@ -1,4 +1,4 @@
-"""Writes files atomically, and reads files without trusting them."""
+"""Writes files atomically, and reads plain files only."""
 
 from __future__ import annotations
 

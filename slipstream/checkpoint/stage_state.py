@@ -77,19 +77,6 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return value
 
 
-def tensor_names(value: Any) -> Iterable[str]:
-    """Yields the names of the tensors that a flattened value refers to."""
-    if isinstance(value, dict):
-        if is_tensor(value):
-            yield value[TENSOR]
-        else:
-            for item in value.values():
-                yield from tensor_names(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from tensor_names(item)
-
-
 def group_facts(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the data that an optimizer keeps in its parameter groups: some count their steps there. Learning rates
     are excluded, because the run sets them."""

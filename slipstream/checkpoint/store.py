@@ -7,7 +7,7 @@ FOLDER/step-00000200.TOKEN.replaced/      committed earlier, while a newer check
 FOLDER/step-00000200.TOKEN.deleted/       being deleted
 
 Each transition between these states is one rename, so a process may be killed at any time: a reader finds the old
-checkpoint or the new one, never a mixture. Nothing is ever unpickled, and nothing that is read is trusted.
+checkpoint or the new one, never a mixture. Nothing is ever unpickled, and every file has a digest.
 """
 
 from __future__ import annotations

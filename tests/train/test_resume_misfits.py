@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from settings import changed
 
 from slipstream.config.schema import Config
@@ -47,60 +45,28 @@ def of_the_head(record: dict[str, Any]) -> dict[str, Any]:
     return record["facts"]["state"]["optimizer"]["head.output.weight"]
 
 
-FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no state": (lambda r: r["facts"].update(state=3), "was not written by slipstream train: set run.name"),
-    "no facts": (lambda r: r["facts"].update(run=[]), "was not written by slipstream train: set run.name"),
-    "list for table": (lambda r: r["facts"]["state"].update(groups=[]), "was not written by slipstream train"),
+MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no state": (lambda r: r["facts"].pop("state"), "was not written by slipstream train: set run.name"),
     "key lost": (lambda r: of_the_head(r).pop("mean"), "head.output.weight has no 'mean', which the configured"),
     "number for tensor": (lambda r: of_the_head(r).update(mean=1), "has a 'mean' of another kind than the configured"),
-    "text for number": (lambda r: of_the_head(r).update(step="x"), "has 'x' as 'step', and no number"),
-    "no step": (lambda r: of_the_head(r).update(step=0), "has '0' as 'step', and no number"),
     "other tensor": (
         lambda r: of_the_head(r).update(mean={"tensor": "master/head.norm.weight"}),
         "has a 'mean' of shape (16,), where the parameter has (256, 16)",
     ),
-    "no name": (
-        lambda r: of_the_head(r).update(mean={"tensor": [1]}),
-        "[1] of head.output.weight is missing",
-    ),
-    "group": (lambda r: r["facts"]["state"]["groups"].update(rest=[{}, {}]), "what is kept of group 'rest' is not the"),
-    "coefficient": (lambda r: r["facts"]["state"]["coefficients"].update(rest="x"), "of group 'rest' is 'x', and no"),
 }
 
 
-@pytest.mark.parametrize("how", FORGERIES)
-def test_a_checkpoint_with_right_digests_and_wrong_content_is_refused_before_anything_starts(how, saved, monkeypatch):
+@pytest.mark.parametrize("how", MISFITS)
+def test_a_checkpoint_with_other_content_is_refused_before_anything_starts(how, saved, monkeypatch):
     monkeypatch.setattr(
         "slipstream.train.trainer.launch_world", lambda *args, **kwargs: pytest.fail("a stage was started")
     )
-    change, sentence = FORGERIES[how]
+    change, sentence = MISFITS[how]
     folder = newest(saved)
     record = json.loads((folder / "stage-1.json").read_text())
     change(record)
     seal(folder, "stage-1", record)
     with pytest.raises(ConfigError, match="the checkpoint of step 2") as refused:
-        train(saved)
-    assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize("products, sentence", [
-    (torch.zeros(0, 3, dtype=torch.float64), "products/1.0 is (0, 3) of torch.float64, not (2, 3)"),
-    (torch.zeros(2, 3), "products/1.0 is (2, 3) of torch.float32, not (2, 3) of torch.float64"),
-    (None, "the products of the latest updates are missing"),
-])  # fmt: skip
-def test_products_of_another_shape_are_refused(products, sentence, saved):
-    folder = newest(saved)
-    for stage in range(2):
-        path = folder / f"stage-{stage}.safetensors"
-        tensors = load_file(path)
-        name = f"products/{stage}.0"
-        if products is None:
-            del tensors[name]
-        elif stage == 1:
-            tensors[name] = products
-        save_file(tensors, path)
-        seal(folder, f"stage-{stage}", json.loads((folder / f"stage-{stage}.json").read_text()))
-    with pytest.raises(ConfigError) as refused:
         train(saved)
     assert sentence in str(refused.value)
 
