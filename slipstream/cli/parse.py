@@ -8,9 +8,7 @@ import dataclasses
 import difflib
 import io
 import os
-import re
 import typing
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,10 +35,10 @@ def parse(
 
     prog: the two words of the command, followed by the positional arguments that are no fields of `cls`, such as
     "slipstream train [CONFIG.toml]". The help text shows it."""
-    said, command = io.StringIO(), " ".join(prog.split()[:2])
+    command = " ".join(prog.split()[:2])
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(io.StringIO()):
             given, unknown = tyro.cli(
                 cls,
                 prog=prog,
@@ -52,7 +50,7 @@ def parse(
     except SystemExit as stop:
         if not stop.code:
             raise  # exit code 0: the user asked for help
-        raise UsageError(_explain(said.getvalue(), arguments, _options(cls), command)) from None
+        raise UsageError(_explain(cls, arguments, command)) from None
     if unknown:
         raise UsageError(_explain_unknown(unknown[0], _options(cls), command))
     return given
@@ -66,50 +64,48 @@ def _options(cls: Any, where: str = "") -> dict[str, Any]:
     return options
 
 
-def _explain(said: str, arguments: list[str], options: dict[str, Any], command: str) -> str:
-    """Turns tyro's error box into one sentence. Only the name of the wrong field comes from the box. Its value comes
-    from `arguments` and the valid values from `options`."""
-    lines = _unboxed(said)
-    if len(lines) > 1 and lines[0].startswith("Missing from"):
-        return f"{lines[1].split()[0]} is missing: see {command} --help"
-    sentence = " ".join(lines)
-    flag = re.search(r"--([\w.-]+\w)", sentence)
-    path = flag[1].replace("-", "_") if flag else ""
-    if path not in options:
-        return f"{sentence}: see {command} --help"
-    value = _value_of(path, arguments)
-    if not value:
-        return f"{path} has no value: write {wanted(options[path])}"
-    return f"{path} = {value!r} is invalid: write {wanted(options[path])}"
+def _explain(cls: Any, arguments: list[str], command: str) -> str:
+    """Returns a sentence about the first option whose value tyro rejects on its own, or about what is missing."""
+    options, given = _options(cls), _values(arguments)
+    for path, hint in options.items():
+        if path in given and hint is not bool and not given[path]:
+            return f"{path} has no value: write {wanted(hint)}"
+        if path in given and hint is not bool and not _is_valid(hint, given[path]):
+            return f"{path} = {' '.join(given[path])!r} is invalid: write {wanted(hint)}"
+    places = len(given[""])
+    for member in dataclasses.fields(cls):
+        if member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING:
+            marks = typing.get_type_hints(cls, include_extras=True)[member.name]
+            is_positional = tyro.conf.Positional in getattr(marks, "__metadata__", ())
+            name = member.name.upper() if is_positional else f"--{member.name.replace('_', '-')}"
+            places -= is_positional
+            if places < 0 if is_positional else member.name not in given:
+                return f"{name} is missing: see {command} --help"
+    return f"{' '.join(arguments)!r} is invalid: see {command} --help"
 
 
-def _unboxed(said: str) -> list[str]:
-    """Returns the lines between the title of tyro's error box and its next horizontal rule. tyro draws frame and rules
-    with plain dashes if the terminal supports nothing else, and adds colours if the terminal has them."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
-    lines = [line.strip("│ ") for line in plain.splitlines()[1:]]
-    text = dropwhile(_is_rule, lines)
-    return list(takewhile(lambda line: not _is_rule(line), text))
-
-
-def _is_rule(line: str) -> bool:
-    return not line.strip("─-╰╯ ")
-
-
-def _value_of(path: str, arguments: list[str]) -> str:
-    """Returns the value that the arguments give to a field. If the field occurs more than once, the last value
-    counts."""
-    value: list[str] = []
+def _values(arguments: list[str]) -> dict[str, list[str]]:
+    """Returns the values that the arguments give to each field, and under "" those before the first option. If a field
+    occurs more than once, the last one counts."""
+    found: dict[str, list[str]] = {"": []}
     current = ""
     for argument in arguments:
         if argument.startswith("--"):
             name, _, inline = argument.removeprefix("--").partition("=")
             current = name.replace("-", "_")
-            if current == path:
-                value = [inline] if inline else []
-        elif current == path:
-            value.append(argument)
-    return " ".join(value)
+            found[current] = [inline] if inline else []
+        else:
+            found[current].append(argument)
+    return found
+
+
+def _is_valid(hint: Any, values: list[str]) -> bool:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            tyro.cli(hint, args=values)
+    except SystemExit:
+        return False
+    return True
 
 
 def _explain_unknown(argument: str, options: dict[str, Any], command: str) -> str:
