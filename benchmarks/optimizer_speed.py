@@ -44,7 +44,7 @@ from slipstream.optim.rules import AT_ONCE, WIDE
 from slipstream.pipeline import partition
 from slipstream.pipeline.partition import cut
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.pipeline.weight_versions import WeightVersions, weight_layout
 from slipstream.tools.plan.live import LiveBytes
 
 NS_STEPS = 5
@@ -288,7 +288,7 @@ def measure_error_feedback(bench: Bench, block: str, preset: str, num_stages: in
         layers = stage_layers(preset, num_stages, 1).to_empty(device=bench.device)
         for parameter in layers.parameters():
             nn.init.normal_(parameter, std=0.02)
-        versions = WeightVersions(layers, 2, separate_masters=error_feedback != 0)
+        versions = WeightVersions(layers, weight_layout(2, compares=error_feedback != 0))
         groups = muon_and_adamw(
             muon_lr=0.02,
             adamw_lr=0.001,

@@ -28,7 +28,7 @@ from slipstream.model.decoder import initialise, layer_costs
 from slipstream.pipeline import partition
 from slipstream.tools.plan.live import LiveBytes
 from slipstream.tools.plan.memory import MemoryModel, Stage, StageMemory
-from slipstream.tools.plan.predict import FLUSHING, StageCosts, predict
+from slipstream.tools.plan.predict import StageCosts, predict, traits_of
 
 GIB = 2**30
 
@@ -78,7 +78,7 @@ def predict_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
         in_flight=prediction.in_flight[given.stage],
         max_in_flight=max(prediction.in_flight),
         background_update=given.schedule == "two_bw",
-        flushes=given.schedule in FLUSHING,
+        flushes=traits_of(given.schedule).flushes,
     )
     model = MemoryModel(config, model_of(config, 0), given.device)
     return model.stage_memory(stage, given.microbatch_size)

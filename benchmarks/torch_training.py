@@ -1,4 +1,4 @@
-"""Trains with a schedule of torch.distributed.pipelining: a rival of time_to_loss.py.
+"""Trains with a schedule of torch.distributed.pipelining: a contender of time_to_loss.py.
 
     python benchmarks/torch_training.py ScheduleZBVZeroBubble [CONFIG.toml] [--section.field value ...]
 
@@ -33,7 +33,7 @@ from slipstream.model.chunked_loss import decoder_and_loss
 from slipstream.model.decoder import initialise, layer_costs
 from slipstream.pipeline.partition import cut, partition
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.pipeline.weight_versions import WeightVersions, weight_layout
 from slipstream.tools.bench.contenders import TORCH_SHAPES, nccl_group
 from slipstream.tools.bench.workloads import Placement
 from slipstream.train.build import Components, build_components
@@ -90,7 +90,12 @@ class Trainer:
         train = self.config.train
         module.to(getattr(torch, train.dtype)).to_empty(device=self.device)
         initialise(module, self.components.model, train.seed)
-        versions = WeightVersions(module, 1, dtype=self.precision.compute, gradient_dtype=self.precision.gradient)
+        versions = WeightVersions(
+            module,
+            weight_layout(1, is_mixed=self.precision.is_mixed),
+            dtype=self.precision.compute,
+            gradient_dtype=self.precision.gradient,
+        )
         updater = Updater(versions, self.components.groups, {}, self.components.learning_rate, False, self.device)
         return Chunk(module, versions, updater)
 

@@ -31,7 +31,7 @@ from .partition import check_sizes, cut, partition, tied_parameters
 from .recompute import Recomputing
 from .reduction import Requests
 from .update import Updater
-from .weight_versions import WeightVersions
+from .weight_versions import WeightVersions, is_mixed, weight_layout
 from .zero1 import assign_owners, gather_masters
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -148,16 +148,20 @@ class Pipeline:
         self.tied = {name: tied[name] for name, _ in module.named_parameters() if name in tied}
         if start is None:
             self._copy_tied(module)
-        num_versions = self.schedule.num_versions(stage)
-        predicts = any(group.error_feedback != 0 for group in groups) and self.schedule.delay(stage) > 0
+        compute_dtype = None if precision is None else precision.compute
+        layout = weight_layout(
+            self.schedule.num_versions(stage),
+            self.schedule.delay(stage),
+            drifts=self.schedule.traits.drifts,
+            corrects=any(group.error_feedback != 0 for group in groups),
+            compares=track_alignment,
+            is_mixed=is_mixed(module, compute_dtype),
+        )
         self._owners = self._assign_owners(module, groups) if shard_optimizer and transport.num_replicas > 1 else None
         self.versions = WeightVersions(
             module,
-            num_versions,
-            predicts=predicts,
-            separate_masters=track_alignment and num_versions == 2,
-            drifting=self.schedule.traits.drifts,
-            dtype=None if precision is None else precision.compute,
+            layout,
+            dtype=compute_dtype,
             gradient_dtype=None if precision is None else precision.gradient,
             owned=None if self._owners is None else [n for n, o in self._owners.items() if o == transport.replica],
             blank=start is not None,
@@ -337,7 +341,8 @@ class Pipeline:
         if self.transport.stage == 0 and (self.transport.replica == 0 or self._owners is None):
             products = [tensors[name] for name in sorted(tensors) if name.startswith("products/")]
             total = [math.fsum(column) for column in zip(*(part.flatten().tolist() for part in products), strict=True)]
-            self.updater.products.copy_(torch.tensor(total, dtype=torch.float64).view_as(self.updater.products))
+            if len(total) == self.updater.products.numel():  # as many parameter groups as before
+                self.updater.products.copy_(torch.tensor(total, dtype=torch.float64).view_as(self.updater.products))
 
 
 def _stage_module(

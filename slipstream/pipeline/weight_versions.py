@@ -5,14 +5,8 @@ share their buffers. A microbatch runs forward and backward in one replica, so n
 recomputed per microbatch. If a replica whose graph is still alive is overwritten, autograd raises instead of returning
 a wrong gradient.
 
-The masters (z in docs/concepts/weights.md) are the weights that the optimizer steps. Where they are depends on schedule
-and precision:
-
-    one version            the masters are the replica's own parameters
-    several, no prediction the masters move to the slot of the version being written: n copies in total
-    several, prediction    the masters are a separate copy, n + 1 in total: the working copies are ahead of them
-    working copies in a    the masters are a separate copy under every schedule, so that small updates are not lost.
-    coarser dtype          Prediction then needs no additional copy
+The masters (z in docs/concepts/weights.md) are the weights that the optimizer steps. `weight_layout` decides where they
+are.
 
 If the replicas of a pipeline share the optimizer (ZeRO-1), a stage has masters only of the parameters that it owns.
 
@@ -24,6 +18,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,16 +29,68 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
+class Masters(Enum):
+    """Where the masters of a stage are."""
+
+    IN_PLACE = auto()
+    """They are the parameters of the only version."""
+    ALIASED = auto()
+    """They share the memory of the newest version, and move to the slot of every version that is written: n copies in
+    total."""
+    SEPARATE = auto()
+    """They are a copy of their own: n + 1 copies in total."""
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The copies of its weights that a stage keeps."""
+
+    num_versions: int
+    masters: Masters
+    predicts: bool
+    """Whether the working copies are ahead of the masters."""
+    drifts: bool
+    """Whether the only version is overwritten while microbatches are in flight, whose backwards read the new weights
+    (PACI). The masters then write through aliases that autograd does not track."""
+
+
+def weight_layout(
+    num_versions: int,
+    delay: int = 0,
+    *,
+    drifts: bool = False,
+    corrects: bool = False,
+    compares: bool = False,
+    is_mixed: bool = False,
+) -> WeightLayout:
+    """Decides which copies a stage keeps. This is the only place that does.
+
+    num_versions, delay, drifts   what the schedule says about the stage
+    corrects                      some parameter group has error feedback
+    compares                      two updates are compared (`track_alignment`)
+    is_mixed                      the working copies have a coarser dtype. Then the masters are always separate, so that
+                                  small updates are not lost
+    """
+    predicts = corrects and delay > 0 and num_versions > 1
+    if is_mixed or predicts or (compares and num_versions == 2):
+        masters = Masters.SEPARATE
+    else:
+        masters = Masters.ALIASED if num_versions > 1 or drifts else Masters.IN_PLACE
+    return WeightLayout(num_versions, masters, predicts, drifts)
+
+
+def is_mixed(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Returns whether working copies of this dtype differ from the parameters. None means the module's own dtype."""
+    return dtype is not None and any(parameter.dtype != dtype for parameter in _trainable(module).values())
+
+
 class WeightVersions:
     """The weight versions and masters of one stage."""
 
     def __init__(
         self,
         module: nn.Module,
-        num_versions: int,
-        predicts: bool = False,
-        separate_masters: bool = False,
-        drifting: bool = False,
+        layout: WeightLayout,
         dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         owned: Collection[str] | None = None,
@@ -50,10 +98,6 @@ class WeightVersions:
     ) -> None:
         """Creates the versions.
 
-        predicts           working copies are ahead of the masters, so the masters must be separate
-        separate_masters   keep separate masters anyway, to compare two updates
-        drifting           the only version is overwritten while microbatches are in flight, and their backwards read
-                           the new weights (PACI). The masters then write through aliases that autograd does not track
         dtype              dtype of the working copies, except for parameters that their module names in `keeps_dtype`;
                            None means that of the module
         gradient_dtype     dtype in which a batch's gradients are added up; None means that of the working copies
@@ -63,13 +107,15 @@ class WeightVersions:
         trainable = _trainable(module)
         exempt = _exempt(module)
         names = [name for name in trainable if owned is None or name in owned]
-        self.is_mixed = dtype is not None and any(p.dtype != dtype for p in trainable.values())
+        self.is_mixed = is_mixed(module, dtype)
         self.is_partial = len(names) < len(trainable)
-        self.separate_masters = self.is_mixed or ((predicts or separate_masters) and num_versions > 1)
+        self.separate_masters = layout.masters is Masters.SEPARATE
+        if self.is_mixed and not self.separate_masters:
+            raise ValueError(f"working copies in {dtype} need separate masters: pass is_mixed to weight_layout")
         self.master_dtypes = {name: p.dtype for name, p in trainable.items()}
         """Dtype of the master of every parameter, owned or not."""
         self.newest = 0
-        self._predicts, self._drifting = predicts and num_versions > 1, drifting
+        self._predicts, self._drifting = layout.predicts, layout.drifts
         if self.separate_masters and (self.is_mixed or self.is_partial):
             self.masters = {name: _replica(trainable[name], blank) for name in names}
         if self.is_mixed:
@@ -89,15 +135,14 @@ class WeightVersions:
         self._buffers = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in owns}
         self._buffers_before: dict[int, dict[str, Tensor]] = {}
         """Buffers by step, as they were before the first forward of the step."""
-        self._slots = [module, *(replicate() for _ in range(num_versions - 1))]
+        self._slots = [module, *(replicate() for _ in range(layout.num_versions - 1))]
         self._parameters = [_trainable(slot) for slot in self._slots]
         self._master_module = None
         if self.separate_masters and not (self.is_mixed or self.is_partial):
             self._master_module = replicate()
             self.masters = _trainable(self._master_module)
         elif not self.separate_masters:
-            is_alias = num_versions > 1 or drifting
-            own = self._parameters[0]
+            is_alias, own = layout.masters is Masters.ALIASED, self._parameters[0]
             self.masters = {name: nn.Parameter(own[name].data) if is_alias else own[name] for name in names}
         self._summed: list[dict[str, Tensor]] = [{} for _ in self._slots]
         """Gradients that are added up in another dtype than their parameter's, by slot."""

@@ -34,7 +34,7 @@ from slipstream.model.decoder import decoder, initialise
 from slipstream.model.presets import PRESETS
 from slipstream.optim import balance_experts
 from slipstream.pipeline.compiled import COMPILER, Compiled
-from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.pipeline.weight_versions import WeightVersions, weight_layout
 from slipstream.transport.base import Transport
 
 # torch's tracer does what torch warns of.
@@ -206,7 +206,7 @@ def _grouped_products(rows: Tensor, stack: Tensor, offs: Tensor) -> Tensor:
 
 def test_gradients_accumulate_in_the_leaves_and_hooks_see_them():
     block = dict(language_model(tied=False).model.named_children())["block0"]
-    versions = WeightVersions(Compiled(OrderedDict(block=copy.deepcopy(block)), backend="aot_eager"), 2)
+    versions = WeightVersions(Compiled(OrderedDict(block=copy.deepcopy(block)), backend="aot_eager"), weight_layout(2))
     seen: list[str] = []
     for name, parameter in versions.parameters(1).items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))

@@ -26,7 +26,7 @@ from slipstream import AdamW, Evaluation, Group, Pipeline, launch, muon_and_adam
 from slipstream.errors import StageFailure
 from slipstream.model.chunked_loss import chunked_next_token_loss
 from slipstream.pipeline.recompute import Recomputing
-from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.pipeline.weight_versions import WeightVersions, weight_layout
 from slipstream.tools.plan.live import LiveBytes
 from slipstream.transport.base import Transport
 
@@ -167,7 +167,7 @@ def test_a_compiled_model_is_the_same():
 
 def test_overwriting_a_version_that_will_be_recomputed_makes_autograd_raise():
     module = Recomputing(OrderedDict(a=nn.Linear(3, 3)), ["a"])
-    versions = WeightVersions(module, num_versions=2)
+    versions = WeightVersions(module, weight_layout(2))
     outputs = versions.module(0)(torch.ones(1, 3, requires_grad=True)).square().sum()
     versions.open_next()
     versions.close_next()

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from slipstream import AdamW, Group
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline.update import Updater
-from slipstream.pipeline.weight_versions import WeightVersions
+from slipstream.pipeline.weight_versions import WeightVersions, is_mixed, weight_layout
 
 
 def run(track_alignment: bool, num_steps: int = 4) -> tuple[list[Tensor], list[Tensor]]:
     """The newest version and the masters. Where updates are compared, the copies are needed and made."""
     torch.manual_seed(0)
-    versions = WeightVersions(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double(), 2, separate_masters=True)
+    versions = WeightVersions(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double(), weight_layout(2, compares=True))
     groups = muon_and_adamw(
         muon_lr=0.02,
         adamw_lr=0.01,
@@ -66,7 +66,7 @@ def test_an_update_is_compared_with_what_was_expected_of_it(predictor: str, dtyp
     model = nn.Sequential(nn.Linear(6, 5)).double()
     twins = [[nn.Parameter(p.detach().clone()) for p in model.parameters()] for _ in range(2)]
     plain, nesterov = AdamW(twins[0], lr=0.01), AdamW(twins[1], lr=0.01, nesterov=True)
-    versions = WeightVersions(model, 2, separate_masters=True, dtype=dtype)
+    versions = WeightVersions(model, weight_layout(2, compares=True, is_mixed=is_mixed(model, dtype)), dtype=dtype)
     groups = [Group("all", partial(AdamW, lr=0.01, predictor=predictor), error_feedback=0.5)]
     updater = Updater(versions, groups, {}, lambda step: 1.0, True, torch.device("cpu"))
     expected = None

@@ -14,6 +14,7 @@ from ...schedule import TRAITS
 from . import savings
 from .causes import idle_causes, say_causes
 from .fsdp import FSDP
+from .predict import DOUBLE
 from .price import token_price
 from .search import ALIKE, DATA_PARALLEL, Option, Search
 
@@ -152,10 +153,10 @@ def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Optio
         if option.is_runnable and option.tokens_per_second > (1 + MUCH) * best.tokens_per_second
     ]
     if faster:
-        rival = max(faster, key=lambda option: option.tokens_per_second)
+        other = max(faster, key=lambda option: option.tokens_per_second)
         sentences.append(
-            f"{rival.schedule} is {rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster, but its delay "
-            f"costs {price(search, rival) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
+            f"{other.schedule} is {other.tokens_per_second / best.tokens_per_second - 1:.0%} faster, but its delay "
+            f"costs {price(search, other) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
             "(docs/results/delay.md; less in long runs of small steps)."
         )
     fastest = max(
@@ -163,7 +164,7 @@ def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Optio
     )
     if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
-        sentences.append(f"{fastest.schedule} would be {gain:.1%} faster still, and the trainer does not play it.")
+        sentences.append(f"{fastest.schedule} would be {gain:.1%} faster, but the trainer does not have it.")
     return sentences
 
 
@@ -212,8 +213,8 @@ def _gib(num_bytes: float) -> str:
 def _command(option: Option, given: Given) -> str:
     """Returns the command `slipstream train` with the user's options and those of the plan."""
     chosen: dict[str, Any] = {
-        "pipeline.schedule": "two_bw" if option.schedule == "two_bw_double" else option.schedule,
-        "pipeline.depth": "double" if option.schedule == "two_bw_double" else "minimum",
+        "pipeline.schedule": option.schedule.removesuffix(DOUBLE),
+        "pipeline.depth": "double" if option.schedule.endswith(DOUBLE) else "minimum",
         "pipeline.stages": option.num_stages,
         "pipeline.replicas": option.num_replicas,
         "pipeline.microbatches": option.num_microbatches,

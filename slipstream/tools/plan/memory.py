@@ -7,9 +7,9 @@
 The layers of the stage are built on the meta device. The program's own code runs there: forward, backward, weight
 versions and update, while `LiveBytes` counts. So both the memory that a stage keeps and its temporary memory are
 measured with the code of a real run, and not computed by formulas. All blocks of a kind, dense or with experts, are
-equal. So stages with many blocks are extrapolated from a few blocks, which gives the same result in less time. Experts
-have equal loads here. Unequal loads move rows from one expert to another, but change neither the number of rows nor the
-memory that is kept for them.
+equal, so only a few are run, and every further block adds what the last one added. Experts have equal loads here.
+Unequal loads move rows from one expert to another, but change neither the number of rows nor the memory that is kept
+for them.
 
 Some parts are added by rule, in agreement with the code in pipeline/ and transport/: copies of the weights
 (weight_versions.py), a second gradient while an update overlaps the next batch (executor.py), the sums over stages and
@@ -18,11 +18,12 @@ result does not include the internal memory of kernels, the buffers that pack sm
 the CUDA context and the fragmentation of the allocator.
 
 If replicas share the optimizer, the memory is that of the replica that keeps the most. The owners are computed by the
-same function as in a run.
+same function as in a run, and the temporary memory is that of an update of as many blocks as the replica owns.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -37,18 +38,21 @@ from ...config.optimizers import parameter_groups
 from ...config.schema import Config
 from ...errors import UsageError
 from ...model.spec import ModelSpec
-from ...optim.groups import is_matrix
+from ...optim.groups import assign, is_matrix
 from ...optim.optimizer import stack_elements
 from ...pipeline.executor import LOOKAHEAD
+from ...pipeline.partition import Tied
 from ...pipeline.recompute import Recomputing
 from ...pipeline.reduction import num_sums
 from ...pipeline.update import Updater
-from ...pipeline.weight_versions import WeightVersions
+from ...pipeline.weight_versions import Masters, WeightVersions, weight_layout
+from ...pipeline.zero1 import assign_owners
 from ...precision import Precision
-from .group_updates import GroupUpdates, Stepping, Update
 from .live import Kernels, LiveBytes, fuse_kernels
 
 Result = TypeVar("Result")
+ENDS = ("embedding.weight", "head.output.weight")
+"""Names of the weights that are one weight if embeddings are tied."""
 
 
 @dataclass(frozen=True)
@@ -110,30 +114,42 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Number of blocks of each kind in a stage, dense blocks first."""
+class Layers:
+    """The layers of a stage. Dense blocks come before blocks with experts."""
 
+    embedding: bool
     dense: int
     sparse: int
     """Number of blocks with experts."""
+    head: bool
 
     @property
-    def count(self) -> int:
+    def blocks(self) -> int:
         return self.dense + self.sparse
 
-    def few(self, most: int) -> Blocks:
-        return Blocks(min(self.dense, most), min(self.sparse, most))
+    def few(self, most: int) -> Layers:
+        """Returns the same layers with at most so many blocks of each kind."""
+        return replace(self, dense=min(self.dense, most), sparse=min(self.sparse, most))
 
-    def times(self, count: int) -> Blocks:
-        return Blocks(count * self.dense, count * self.sparse)
+    def part(self, share: float) -> Layers:
+        """Returns the same layers with a share of the blocks of each kind."""
+        return replace(self, dense=math.ceil(share * self.dense), sparse=math.ceil(share * self.sparse))
 
 
-def blocks_of(model: ModelSpec, first_layer: int, num_layers: int) -> Blocks:
-    """Returns the blocks among consecutive layers, where the embedding is layer 0."""
+def dense_blocks(count: int) -> Layers:
+    return Layers(False, count, 0, False)
+
+
+def sparse_blocks(count: int) -> Layers:
+    return Layers(False, 0, count, False)
+
+
+def layers_of(model: ModelSpec, first: int, count: int) -> Layers:
+    """Returns consecutive layers, where the embedding is layer 0."""
     num_dense = model.num_layers - model.num_sparse_layers
-    first, last = max(first_layer, 1), min(first_layer + num_layers, model.num_layers + 1)
-    dense = max(0, min(last, num_dense + 1) - first)
-    return Blocks(dense, max(0, last - first) - dense)
+    begin, end = max(first, 1), min(first + count, model.num_layers + 1)
+    dense = max(0, min(end, num_dense + 1) - begin)
+    return Layers(first == 0, dense, max(0, end - begin) - dense, first + count == model.num_layers + 2)
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,31 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Stepping:
+    """Properties of a stage's updates on which their memory depends."""
+
+    separate: bool
+    """Whether the masters are a separate copy of the weights."""
+    predicts: bool
+    """Whether the working copies run ahead of the masters."""
+    beside: bool
+    """Whether the update runs in the background, which holds the gradients of the batch until the update has ended."""
+    error_feedback: float
+
+
+@dataclass(frozen=True)
+class Update:
+    optimizer: int
+    """Bytes of the optimizer state, and of the sample of an update that is compared with the next one."""
+    work: int
+    """Peak memory of an update, above the memory at its start."""
+    values: int
+    """Number of values that are stepped on this device."""
+    bytes_by_group: tuple[float, ...]
+    """Bytes in `optimizer` for each value, by parameter group."""
+
+
+@dataclass(frozen=True)
 class MemoryModel:
     """Computes the memory of stages. It caches its measurements, because a plan needs the same few many times."""
 
@@ -167,17 +208,16 @@ class MemoryModel:
         return precision_of(self.config)
 
     def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
-        has_embedding, blocks, has_head = self._layers(stage)
-        dtypes = self.dtypes
-        passes = self.passes(has_embedding, blocks, has_head, microbatch_size, self._recomputed(stage))
+        layers, dtypes = layers_of(self.model, stage.first_layer, stage.num_layers), self.dtypes
+        passes = self.passes(layers, microbatch_size, self._recomputed(stage))
         stepping = self._stepping(stage)
         num_owners = stage.num_replicas if self.config.optimizer.sharded else 1
-        update = self.update(has_embedding, blocks, has_head, stepping, num_owners)
+        update = self.update(layers, stepping, num_owners)
         activations = round(stage.in_flight * passes.activations)
-        owned = passes.parameters if update.owned is None else update.owned
+        owned = update.values if num_owners > 1 else passes.parameters
         masters = owned * dtypes.master.itemsize if stepping.separate else 0
         gradients = passes.parameters * dtypes.gradient.itemsize
-        tied, norm = self._reduction(stage, has_embedding, blocks, has_head)
+        tied, norm = self._reduction(stage, layers)
         replicas, summed = self._replicas(stage, passes.parameters, owned)
         reduction_held = max(replicas, summed + tied)
         compute_work = max(passes.forward_work, passes.backward_work)
@@ -210,10 +250,10 @@ class MemoryModel:
         """Returns the memory of a device under FSDP (fsdp.py). Each device has its part of everything, and two whole
         layers: the one that computes and the next."""
         stage = Stage(0, 1, 0, self.model.num_layers + 2, 1, 0, 1.0, 1.0, background_update=False, flushes=True)
-        layers, dtypes = self._layers(stage), self.dtypes
-        passes = self.passes(*layers, microbatch_size, self._recomputed(stage))
-        update = self.update(*layers, self._stepping(stage))
-        block = self.passes(False, blocks_of(self.model, self.model.num_layers, 1), False, 1).parameters
+        layers, dtypes = layers_of(self.model, 0, stage.num_layers), self.dtypes
+        passes = self.passes(layers, microbatch_size, self._recomputed(stage))
+        update = self.update(layers, self._stepping(stage))
+        block = self.passes(layers_of(self.model, self.model.num_layers, 1), 1).parameters
         gathered = 2 * max(block, self.model.vocab_size * self.model.dim) * dtypes.compute.itemsize
         return StageMemory(
             weights=passes.parameters * dtypes.master.itemsize // num_devices + passes.buffers + gathered,
@@ -225,18 +265,12 @@ class MemoryModel:
             overlap=0,
         )
 
-    def owned_share(self, layers: tuple[int, ...], index: int, num_replicas: int) -> float:
+    def owned_share(self, layers: Layers, num_replicas: int) -> float:
         """Returns the largest share of a stage's values that one replica steps."""
         if not self.config.optimizer.sharded or num_replicas == 1:
             return 1.0
-        first, num_layers = sum(layers[:index]), layers[index]
-        stage = index == 0, blocks_of(self.model, first, num_layers), index == len(layers) - 1
-        return self._group_updates().owned_share(_counts(*stage), num_replicas)
-
-    def _layers(self, stage: Stage) -> tuple[bool, Blocks, bool]:
-        has_embedding = stage.first_layer == 0
-        has_head = stage.first_layer + stage.num_layers == self.model.num_layers + 2
-        return has_embedding, blocks_of(self.model, stage.first_layer, stage.num_layers), has_head
+        values = [sum(share) for share in self._shares(layers, num_replicas)]
+        return max(values) / sum(values)
 
     def _recomputed(self, stage: Stage) -> tuple[bool, ...]:
         """Returns for every block of the stage whether it is recomputed."""
@@ -245,12 +279,18 @@ class MemoryModel:
         return tuple(name in recomputed for name in names if name not in ("embedding", "head"))
 
     def _stepping(self, stage: Stage) -> Stepping:
-        """Returns the properties of the updates, as Pipeline decides them."""
+        """Returns the properties of the updates."""
         error_feedback = 0.0 if stage.drifts else self.config.optimizer.error_feedback
-        predicts = error_feedback != 0 and stage.delay > 0 and stage.versions > 1
-        compares = self.config.train.track_alignment and stage.versions == 2
-        separate = self.dtypes.is_mixed or predicts or compares
-        return Stepping(separate, predicts, stage.background_update, error_feedback)
+        layout = weight_layout(
+            stage.versions,
+            stage.delay,
+            drifts=stage.drifts,
+            corrects=error_feedback != 0,
+            compares=self.config.train.track_alignment,
+            is_mixed=self.dtypes.is_mixed,
+        )
+        is_separate = layout.masters is Masters.SEPARATE
+        return Stepping(is_separate, layout.predicts, stage.background_update, error_feedback)
 
     def _evaluated(self, stepping: Stepping, num_owners: int, passes: Passes, owned: int) -> int:
         """Returns the bytes of the copy of the masters that Executor makes for an evaluation, in the dtype of the
@@ -271,16 +311,16 @@ class MemoryModel:
             return 0, 0
         return parameters * dtypes.reduction.itemsize, owned * dtypes.gradient.itemsize * stage.background_update
 
-    def _reduction(self, stage: Stage, has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int]:
+    def _reduction(self, stage: Stage, layers: Layers) -> tuple[int, int]:
         """Returns two numbers: the bytes that Reducer.reduce holds while it waits for other stages, and its temporary
         memory after that. The first is a copy of a tied gradient and space for the copies of both stages. The second
         is, on a CPU, the largest gradient in float64, for its norm."""
         bytes_each = self.dtypes.gradient.itemsize
-        is_tied = self.model.tied_embeddings and stage.num_stages > 1 and (has_embedding or has_head)
+        has_table = layers.embedding or layers.head
+        is_tied = self.model.tied_embeddings and stage.num_stages > 1 and has_table
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
-        rows = [self.model.dim, *([self.model.widest(blocks.sparse > 0)] if blocks.count else [])]
-        if has_embedding or has_head:
-            rows.append(self.model.vocab_size)
+        rows = [self.model.dim, *([self.model.widest(layers.sparse > 0)] if layers.blocks else [])]
+        rows += [self.model.vocab_size] if has_table else []
         has_copy = self.kernels == "cpu" and bytes_each < 8  # see norm_dtype
         return tied, 8 * self.model.dim * max(rows) if has_copy else 0
 
@@ -299,34 +339,21 @@ class MemoryModel:
             num_messages += posted + max(0.0, under_way - stage.in_flight)  # gradients in, activations out
         return round(num_messages * message)
 
-    # ---- the dry runs
+    # ---- from a few blocks to many
 
-    def passes(
-        self,
-        has_embedding: bool,
-        blocks: Blocks,
-        has_head: bool,
-        microbatch_size: int,
-        recomputed: tuple[bool, ...] = (),
-    ) -> Passes:
+    def passes(self, layers: Layers, microbatch_size: int, recomputed: tuple[bool, ...] = ()) -> Passes:
         """Returns the memory of a microbatch. recomputed: for every block, whether it is recomputed. Empty means
         none."""
-        recomputed = recomputed or (False,) * blocks.count
+        recomputed = recomputed or (False,) * layers.blocks
         # A backward starts with the last blocks, when most memory is held. This many blocks include one that is
         # recomputed.
         few = max(2, self.config.train.recompute_every)
-        kinds = {Blocks(1, 0): recomputed[: blocks.dense], Blocks(0, 1): recomputed[blocks.dense :]}
-        played = blocks.few(few)
-        late = tuple(again for flags in kinds.values() for again in flags[-few:])
-        key = ("passes", has_embedding, played, late, has_head, microbatch_size, self.config.train.loss_chunk_tokens)
-        if key not in self._known:
-            self._known[key] = self._play_passes(has_embedding, played, has_head, microbatch_size, late)
-        result: Passes = self._known[key]
-        for kind, flags in kinds.items():
+        kinds = ((dense_blocks, recomputed[: layers.dense]), (sparse_blocks, recomputed[layers.dense :]))
+        late = tuple(again for _, flags in kinds for again in flags[-few:])
+        result = self._played_passes(layers.few(few), microbatch_size, late)
+        for blocks, flags in kinds:
             for again, more in sorted(Counter(flags[:-few]).items()):
-                one, two = (
-                    self.passes(False, kind.times(count), False, microbatch_size, (again,) * count) for count in (1, 2)
-                )
+                one, two = (self._played_passes(blocks(n), microbatch_size, (again,) * n) for n in (1, 2))
                 result = replace(
                     result,
                     parameters=result.parameters + more * (two.parameters - one.parameters),
@@ -336,40 +363,53 @@ class MemoryModel:
                 )
         return result
 
-    def update(
-        self, has_embedding: bool, blocks: Blocks, has_head: bool, stepping: Stepping, num_owners: int = 1
-    ) -> Update:
-        """Returns the memory of an update. num_owners: the number of replicas that share the optimizer."""
-        dtypes = self.dtypes
-        if dtypes.is_mixed or dtypes.gradient != dtypes.master or num_owners > 1:
-            layers = _counts(has_embedding, blocks, has_head)
-            return self._steppable(lambda: self._group_updates().update(layers, stepping, num_owners))
-        return self._update_by_layer(has_embedding, blocks, has_head, stepping.separate)
-
-    def _update_by_layer(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
-        """Measures the parts of a stage separately. This is possible because parameters are updated one at a time, or
-        one stack at a time."""
-        if has_embedding and has_head and self.model.tied_embeddings:
-            return self._update(True, blocks, True, separate)
-        few = blocks.few(self._blocks_of_a_stack())
-        parts = []
-        if blocks.count:
-            parts.append(self._update(False, few, False, separate))
-        for kind, more in ((Blocks(1, 0), blocks.dense - few.dense), (Blocks(0, 1), blocks.sparse - few.sparse)):
+    def update(self, layers: Layers, stepping: Stepping, num_owners: int = 1) -> Update:
+        """Returns the memory of an update. num_owners: the number of replicas that share the optimizer. Of these it is
+        the replica that keeps the most. Its work is that of an update of its share of the blocks."""
+        if num_owners > 1:
+            each = self.update(layers, stepping).bytes_by_group
+            shares = self._shares(layers, num_owners)
+            kept = [sum(n * size for n, size in zip(share, each, strict=True)) for share in shares]
+            masters = [sum(share) * self.dtypes.master.itemsize * stepping.separate for share in shares]
+            largest = max(range(num_owners), key=lambda owner: kept[owner] + masters[owner])
+            values = sum(shares[largest])
+            part = layers.part(values / sum(map(sum, shares)))
+            return replace(self.update(part, stepping), optimizer=round(kept[largest]), values=values)
+        few = self._blocks_of_a_stack()
+        played = layers.few(few + 1)
+        result = self._played_update(played, stepping)
+        for blocks, more in (
+            (dense_blocks, layers.dense - played.dense),
+            (sparse_blocks, layers.sparse - played.sparse),
+        ):
             if more:
-                one = self._update(False, kind, False, separate)
-                parts.append(replace(one, optimizer=more * one.optimizer))
-        if has_embedding:
-            parts.append(self._update(True, Blocks(0, 0), False, separate))
-        if has_head:
-            parts.append(self._update(False, Blocks(0, 0), True, separate))
-        return Update(sum(part.optimizer for part in parts), max(part.work for part in parts))
+                before, after = (self._played_update(blocks(n), stepping) for n in (few, few + 1))
+                result = replace(
+                    result,
+                    optimizer=result.optimizer + more * (after.optimizer - before.optimizer),
+                    work=result.work + more * (after.work - before.work),
+                    values=result.values + more * (after.values - before.values),
+                )
+        return result
 
-    def _update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
-        key = ("update", has_embedding, blocks, has_head, separate)
+    def _shares(self, layers: Layers, num_owners: int) -> list[list[int]]:
+        """Returns for every replica the number of values that it owns in each parameter group."""
+        key = ("shares", layers, num_owners)
         if key not in self._known:
-            self._known[key] = self._steppable(lambda: self._play_update(has_embedding, blocks, has_head, separate))
-        result: Update = self._known[key]
+            parameters, groups = dict(self._build(layers)[0].named_parameters()), parameter_groups(self.config)
+            group_of = {
+                name: index
+                for index, (_, members) in enumerate(assign(parameters.items(), groups))
+                for name, _ in members
+            }
+            is_tied = self.model.tied_embeddings and layers.embedding != layers.head
+            tied = {name: Tied(ENDS[0], (0, 1)) for name in ENDS if is_tied and name in parameters}
+            elementwise = {name: groups[index].elementwise for name, index in group_of.items()}
+            shares = [[0] * len(groups) for _ in range(num_owners)]
+            for name, owner in assign_owners(parameters, elementwise, tied, num_owners).items():
+                shares[owner][group_of[name]] += parameters[name].numel()
+            self._known[key] = shares
+        result: list[list[int]] = self._known[key]
         return result
 
     def _steppable(self, play: Callable[[], Result]) -> Result:
@@ -381,13 +421,6 @@ class MemoryModel:
                 f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
                 "cannot be counted: plan with muon or adamw"
             ) from error
-
-    def _group_updates(self) -> GroupUpdates:
-        if "group updates" not in self._known:
-            few = self._blocks_of_a_stack() if self.config.optimizer.name in ("muon", "adamw") else None
-            self._known["group updates"] = GroupUpdates(self.config, self.model, self._build_counts, few)
-        updates: GroupUpdates = self._known["group updates"]
-        return updates
 
     def _blocks_of_a_stack(self) -> int:
         """Returns the number of blocks from which an update needs no more work space. Muon orthogonalises equal
@@ -403,41 +436,50 @@ class MemoryModel:
         return blocks
 
     def _count_blocks_of_a_stack(self) -> int:
-        every_kind = blocks_of(self.model, 0, self.model.num_layers + 2).few(1)
-        kinds = [kind for kind in (Blocks(every_kind.dense, 0), Blocks(0, every_kind.sparse)) if kind.count]
-        return max(map(self._count_blocks_of_a_kind, kinds))
-
-    def _count_blocks_of_a_kind(self, kind: Blocks) -> int:
-        counts: dict[int, int] = {}
-        for name, parameter in self._build(False, kind, False)[0].named_parameters():
-            counts[parameter.numel()] = counts.get(parameter.numel(), 0) + is_matrix(name, parameter)
         most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype or "float32"))
-        stacks = {size: max(1, most // size) for size, count in counts.items() if count}
-        size = max(stacks, key=lambda size: size * stacks[size])
-        return -(-stacks[size] // counts[size])
+        every = layers_of(self.model, 0, self.model.num_layers + 2).few(1)
+        needed = []
+        for blocks in (dense_blocks(every.dense), sparse_blocks(every.sparse)):
+            counts = Counter[int]()
+            for name, parameter in self._build(blocks)[0].named_parameters() if blocks.blocks else ():
+                counts[parameter.numel()] += is_matrix(name, parameter)
+            stacks = {size: max(1, most // size) for size, count in counts.items() if count}
+            size = max(stacks, key=lambda size: size * stacks[size], default=0)
+            needed += [-(-stacks[size] // counts[size])] if size else []
+        return max(needed)
 
-    def _play_passes(
-        self,
-        has_embedding: bool,
-        blocks: Blocks,
-        has_head: bool,
-        microbatch_size: int,
-        recomputed: tuple[bool, ...],
-    ) -> Passes:
-        module, loss = self._build(has_embedding, blocks, has_head)
+    # ---- the dry runs
+
+    def _played_passes(self, layers: Layers, microbatch_size: int, recomputed: tuple[bool, ...]) -> Passes:
+        key = ("passes", layers, recomputed, microbatch_size, self.config.train.loss_chunk_tokens)
+        if key not in self._known:
+            self._known[key] = self._play_passes(layers, microbatch_size, recomputed)
+        result: Passes = self._known[key]
+        return result
+
+    def _played_update(self, layers: Layers, stepping: Stepping) -> Update:
+        key = ("update", layers, stepping)
+        if key not in self._known:
+            self._known[key] = self._steppable(lambda: self._play_update(layers, stepping))
+        result: Update = self._known[key]
+        return result
+
+    def _play_passes(self, layers: Layers, microbatch_size: int, recomputed: tuple[bool, ...]) -> Passes:
+        module, loss = self._build(layers)
         if any(recomputed):
             names = [f"block{i}" for i, again in enumerate(recomputed) if again]
             module = Recomputing(OrderedDict(module.named_children()), names)
-        versions = WeightVersions(module, 1, dtype=self.dtypes.compute, gradient_dtype=self.dtypes.gradient)
+        layout = weight_layout(1, is_mixed=self.dtypes.is_mixed)
+        versions = WeightVersions(module, layout, dtype=self.dtypes.compute, gradient_dtype=self.dtypes.gradient)
         ids = torch.empty(microbatch_size, self.model.sequence_length, dtype=torch.int64, device="meta")
 
         def forward() -> tuple[Tensor, Tensor]:
             inputs = ids.clone()
-            if not has_embedding:
+            if not layers.embedding:
                 shape, dtype = (*ids.shape, self.model.dim), self.dtypes.compute
                 inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             outputs = module(inputs)
-            if has_head:
+            if layers.head:
                 outputs = loss(outputs, ids.clone()) * 1.0
             return inputs, outputs
 
@@ -452,7 +494,7 @@ class MemoryModel:
             inputs, outputs = forward()
             activations = live.now - before
             forward_work = live.peak - live.now
-            gradient = None if has_head else torch.empty_like(outputs)
+            gradient = None if layers.head else torch.empty_like(outputs)
             start = live.now
             live.restart_peak()
             torch.autograd.backward([outputs], [gradient])
@@ -467,46 +509,47 @@ class MemoryModel:
             backward_work=backward_work,
         )
 
-    def _play_update(self, has_embedding: bool, blocks: Blocks, has_head: bool, separate: bool) -> Update:
-        module, _ = self._build(has_embedding, blocks, has_head)
-        kept = WeightVersions(module, 2 if separate else 1, separate_masters=separate)
-        groups = parameter_groups(self.config)
-        updater = Updater(kept, groups, {}, lambda step: 1.0, self.config.train.track_alignment, torch.device("meta"))
-        live = LiveBytes()
-        work = 0
+    def _play_update(self, layers: Layers, stepping: Stepping) -> Update:
+        dtypes, optimizer = self.dtypes, replace(self.config.optimizer, error_feedback=stepping.error_feedback)
+        groups = parameter_groups(replace(self.config, optimizer=optimizer))
+        num_versions = 1 if dtypes.is_mixed or not stepping.separate else 2
+        layout = weight_layout(num_versions, compares=stepping.separate, is_mixed=dtypes.is_mixed)
+        versions = WeightVersions(self._build(layers)[0], layout, dtype=dtypes.compute)
+        track_alignment, device = self.config.train.track_alignment, torch.device("meta")
+        updater = Updater(versions, groups, {}, lambda step: 1.0, track_alignment, device)
+        live, work = LiveBytes(), 0
         with live.watch():
             for step in range(3):  # the first step creates the optimizer state, the third compares two updates
-                gradients = {name: torch.empty_like(master) for name, master in kept.masters.items()}
+                gradients = {
+                    name: torch.empty_like(master, dtype=dtypes.gradient) for name, master in versions.masters.items()
+                }
+                held = list(gradients.values()) if stepping.beside else []
                 start = live.now
                 live.restart_peak()
-                updater.apply(step, gradients, [0.5] * len(groups), horizon=int(separate))
-                kept.close_next()
+                updater.apply(step, gradients, [0.5] * len(groups), horizon=int(stepping.predicts))
+                versions.close_next()
+                held.clear()
                 if step > 0:
                     work = live.peak - start
-        states = (state for optimizer in updater.optimizers if optimizer for state in optimizer.state.values())
-        return Update(
-            optimizer=_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
-            work=work,
-        )
+        kept, values = [0] * len(groups), [0] * len(groups)
+        samples = updater.samples()
+        for name, owner, master in updater.optimizer_states():
+            group = updater.group_of[name]
+            tensors = [value for value in owner.state.get(master, {}).values() if isinstance(value, Tensor)]
+            kept[group] += _bytes([*tensors, *([samples[name]] if name in samples else [])])
+            values[group] += master.numel()
+        each = tuple(size / max(1, count) for size, count in zip(kept, values, strict=True))
+        return Update(sum(kept), work, sum(values), each)
 
-    def _build(
-        self, has_embedding: bool, blocks: Blocks, has_head: bool
-    ) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
-        num_dense = blocks.dense if self.model.num_experts else 0
-        small = self.model.resized(max(1, blocks.count), num_dense)
+    def _build(self, layers: Layers) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
+        num_dense = layers.dense if self.model.num_experts else 0
+        small = self.model.resized(max(1, layers.blocks), num_dense)
         with torch.device("meta"):
             whole, loss = small.layers_and_loss(self.config.train.loss_chunk_tokens)
             whole.to(self.dtypes.master)
-        first = 0 if has_embedding else 1 if blocks.count else 2
-        last = len(whole) if has_head else len(whole) - 1 if blocks.count else 1
+        first = 0 if layers.embedding else 1 if layers.blocks else 2
+        last = len(whole) if layers.head else len(whole) - 1 if layers.blocks else 1
         return nn.Sequential(OrderedDict(list(whole.named_children())[first:last])), loss
-
-    def _build_counts(self, embedding: int, dense: int, sparse: int, head: int) -> nn.Sequential:
-        return self._build(bool(embedding), Blocks(dense, sparse), bool(head))[0]
-
-
-def _counts(has_embedding: bool, blocks: Blocks, has_head: bool) -> tuple[int, int, int, int]:
-    return int(has_embedding), blocks.dense, blocks.sparse, int(has_head)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

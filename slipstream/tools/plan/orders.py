@@ -130,13 +130,8 @@ def make_order(name: str, num_stages: int, num_microbatches: int) -> Order:
     Each schedule is a rule that gives every operation of a stage a slot. A stage runs its operations from the lowest
     slot to the highest. Slots have a meaning only relative to other slots of the same stage.
     """
-    slots, num_chunks, is_split = {
-        "gpipe": (_gpipe_slots, 1, False),
-        "one_f_one_b": (_one_f_one_b_slots, 1, False),
-        "interleaved_1f1b": (_interleaved_slots, 2, False),
-        "zero_bubble_h1": (_zero_bubble_h1_slots, 1, True),
-        "zero_bubble_v": (_zero_bubble_v_slots, 2, True),
-    }[name]
+    slots = SLOTS[name]
+    num_chunks, is_split = NUM_CHUNKS.get(name, 1), name.startswith("zero_bubble")
     num_operations = num_chunks * (3 if is_split else 2) * num_microbatches
     codes = np.empty((num_stages, num_operations), dtype=np.int32)
     for stage in range(num_stages):
@@ -224,6 +219,17 @@ def _zero_bubble_v_slots(stage: int, num_stages: int, num_microbatches: int) -> 
     weight_1 = np.where(left_1 < 0, weight_1, end + 2 * num_stages + left_1)
     weight_0 = np.where(left_1 < 0, weight_0, end + 2 * num_stages + stage + left_1)
     return [forward_0, forward_1, backward_0, backward_1, weight_0, weight_1]
+
+
+SLOTS = {
+    "gpipe": _gpipe_slots,
+    "one_f_one_b": _one_f_one_b_slots,
+    "interleaved_1f1b": _interleaved_slots,
+    "zero_bubble_h1": _zero_bubble_h1_slots,
+    "zero_bubble_v": _zero_bubble_v_slots,
+}
+NUM_CHUNKS = {"interleaved_1f1b": 2, "zero_bubble_v": 2}
+"""Number of chunks of a stage, where it is not 1."""
 
 
 def play(

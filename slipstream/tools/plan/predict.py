@@ -28,24 +28,24 @@ from statistics import fmean
 
 import numpy as np
 
-from ...schedule import TRAITS, Schedule, ScheduleError
+from ...schedule import TRAITS, Schedule, ScheduleError, Traits
 from ...schedule.simulate import Costs, simulate
-from .orders import Order, Seconds, make_order, play
+from .orders import NUM_CHUNKS, SLOTS, Order, Seconds, make_order, play
 
+PLANNED = ("interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v")
+"""Flushing schedules that a plan compares and the trainer does not run."""
+DOUBLE = "_double"
+"""Ending of the names of schedules that run with depth "double"."""
 SCHEDULES = (
-    "gpipe",
-    "one_f_one_b",
-    "interleaved_1f1b",
-    "zero_bubble_h1",
-    "zero_bubble_v",
-    "pipedream",
-    "two_bw",
-    "two_bw_double",
-    "paci",
+    *(name for name, traits in TRAITS.items() if traits.flushes),
+    *PLANNED,
+    *(
+        f"{name}{ending}"
+        for name, traits in TRAITS.items()
+        if not traits.flushes
+        for ending in ("", DOUBLE)[: len(traits.depths)]
+    ),
 )
-FLUSHING = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v")
-IN_CHUNKS = ("interleaved_1f1b", "zero_bubble_v")
-UPDATING_ALONE = (*(name for name, traits in TRAITS.items() if traits.steps_alone), "zero_bubble_h1", "zero_bubble_v")
 
 MAX_SIMULATED = 20_000
 """Maximum number of actions that `slipstream.schedule` simulates. Larger cases use arrays and formulas."""
@@ -123,12 +123,23 @@ class Prediction:
     """Whether every action was simulated. Otherwise the times come from a closed formula."""
 
 
+def traits_of(name: str) -> Traits:
+    """Returns the traits of a schedule in a plan. Those that the trainer does not run flush, as one_f_one_b does."""
+    return TRAITS["one_f_one_b" if name in PLANNED else name.removesuffix(DOUBLE)]
+
+
+def updates_alone(name: str) -> bool:
+    """Returns whether a stage updates without waiting for others. The published zero-bubble schedules do, and undo the
+    update if the sums require it."""
+    return traits_of(name).steps_alone or name.startswith("zero_bubble")
+
+
 def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int | None = None) -> str | None:
     """Returns one sentence that says why the schedule cannot run with these numbers, or None if it can."""
     if name not in SCHEDULES:
         return f"schedule {name!r} is unknown: choose one of {', '.join(SCHEDULES)}"
     try:
-        _schedule("one_f_one_b" if name in FLUSHING else name, num_stages, num_microbatches)
+        endless("one_f_one_b" if name in PLANNED else name, num_stages, num_microbatches)
     except ScheduleError as error:
         return str(error).replace("one_f_one_b", name)
     if name == "interleaved_1f1b" and num_microbatches % num_stages:
@@ -138,7 +149,7 @@ def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int |
             f"{num_microbatches} microbatches do not divide among the {num_stages} stages of interleaved_1f1b: "
             f"use {choice}"
         )
-    num_chunks = 2 if name in IN_CHUNKS else 1
+    num_chunks = NUM_CHUNKS.get(name, 1)
     if num_layers is not None and num_layers < num_chunks * num_stages:
         each = "1 layer" if num_chunks == 1 else f"{num_chunks} layers"
         return (
@@ -158,20 +169,20 @@ def predict(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
     reason = why_not(name, costs.num_stages, num_microbatches)
     if reason is not None:
         raise ScheduleError(reason)
-    if name in FLUSHING:
+    if traits_of(name).flushes:
         return _flushing(name, costs, num_microbatches)
     return _asynchronous(name, costs, num_microbatches)
 
 
-def _schedule(name: str, num_stages: int, num_microbatches: int, num_steps: int | None = None) -> Schedule:
-    """Returns the schedule as `slipstream.schedule` names it."""
+def endless(name: str, num_stages: int, num_microbatches: int, num_steps: int | None = None) -> Schedule:
+    """Returns the schedule as `slipstream.schedule` names it, without an end unless num_steps is given."""
     return Schedule(
-        "two_bw" if name == "two_bw_double" else name,
+        name.removesuffix(DOUBLE),
         num_stages,
         num_microbatches,
         num_steps,
-        depth="double" if name == "two_bw_double" else "minimum",
-        global_update=name not in UPDATING_ALONE,
+        depth="double" if name.endswith(DOUBLE) else "minimum",
+        global_update=not updates_alone(name),
     )
 
 
@@ -212,11 +223,11 @@ def _flushing(name: str, costs: StageCosts, num_microbatches: int) -> Prediction
     num_stages, num_steps = costs.num_stages, 4
     num_actions = num_stages * (2 * num_microbatches + 1) * num_steps
     none_late = (0,) * num_stages
-    if name in ("gpipe", "one_f_one_b") and num_actions <= MAX_SIMULATED:
-        return _simulated(name, costs, _schedule(name, num_stages, num_microbatches, num_steps), none_late)
+    if name not in SLOTS or (name in TRAITS and num_actions <= MAX_SIMULATED):
+        return _simulated(name, costs, endless(name, num_stages, num_microbatches, num_steps), none_late)
     order = make_order(name, num_stages, num_microbatches)
     tolerance = 1e-9 if order.codes.size <= MAX_SIMULATED else 5e-3
-    step_time = _flushing_step_time(order, costs, name in UPDATING_ALONE, tolerance)
+    step_time = _flushing_step_time(order, costs, updates_alone(name), tolerance)
     one_version = (1,) * num_stages
     return _computed(
         name, costs, num_microbatches, step_time, order.in_flight, one_version, none_late, is_simulated=True
@@ -264,29 +275,29 @@ def _all_known(end: Seconds, latency: float) -> Seconds:
 
 def _asynchronous(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
     num_stages = costs.num_stages
-    endless = _schedule(name, num_stages, num_microbatches)
-    delay = tuple(max(endless.delay(stage), endless.max_drift(stage)) for stage in range(num_stages))
-    depth = {"two_bw_double": 2, "pipedream": num_microbatches}.get(name, 1)
+    schedule = endless(name, num_stages, num_microbatches)
+    delay = tuple(max(schedule.delay(stage), schedule.max_drift(stage)) for stage in range(num_stages))
+    depth = (schedule.max_in_flight - 1) // max(1, num_stages - 1)
     actions_per_step = num_stages * (2 * num_microbatches + 1)
     # The pipeline is full after this many steps. Stages of unequal cost need a few times that until they are steady.
     # Steps of few microbatches have patterns longer than a step, which average out over many steps.
     steps_to_fill = 1 + depth * (num_stages - 1) // num_microbatches
     num_steps = max(20 * steps_to_fill, MAX_SIMULATED // 8 // actions_per_step)
     if num_steps * actions_per_step <= MAX_SIMULATED:
-        return _simulated(name, costs, _schedule(name, num_stages, num_microbatches, num_steps), delay)
+        return _simulated(name, costs, endless(name, num_stages, num_microbatches, num_steps), delay)
     return _computed(
         name,
         costs,
         num_microbatches,
-        step_time=_asynchronous_step_time(costs, num_microbatches, depth, is_two_bw=endless.name == "two_bw"),
+        step_time=_asynchronous_step_time(costs, num_microbatches, depth, has_slack=schedule.traits.has_slack),
         in_flight=tuple(float(depth * (num_stages - 1 - stage) + 1) for stage in range(num_stages)),
-        weight_versions=tuple(map(endless.num_versions, range(num_stages))),
+        weight_versions=tuple(map(schedule.num_versions, range(num_stages))),
         delay=delay,
         is_simulated=False,
     )
 
 
-def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int, is_two_bw: bool) -> float:
+def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int, has_slack: bool) -> float:
     """Returns the step time of a pipeline that never drains. Its slowest round trip determines it.
 
     A stage is `depth` forwards further ahead than the next. A round trip from stage s to stage t and back costs all
@@ -306,7 +317,7 @@ def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int
     hops = stages[None, :] - stages[:, None]  # rows: from s, columns: to t
     trip = before[None, 1:] - before[:-1, None] + 2 * costs.latency * hops
     num_moved = depth * hops + 1
-    met = np.maximum(update[:, None], update[None, :] if is_two_bw else 0.0)
+    met = np.maximum(update[:, None], update[None, :] if has_slack else 0.0)
     share = np.minimum(1.0, num_microbatches / np.maximum(num_moved, 1))
     step_time = num_microbatches * trip / np.where(hops < 0, 1, num_moved) + met * share
     return float(step_time[hops >= 0].max())

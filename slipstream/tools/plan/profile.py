@@ -31,10 +31,10 @@ from ...errors import RunFailure
 from ...model.spec import ModelSpec
 from ...pipeline.compiled import Compiled
 from ...pipeline.update import Updater
-from ...pipeline.weight_versions import WeightVersions
+from ...pipeline.weight_versions import WeightVersions, weight_layout
 from ...train.layer_profile import Profile, Row, layer_kinds
 from ..bench.slices import sliced
-from .memory import MemoryModel, blocks_of
+from .memory import MemoryModel, layers_of
 
 WARMUPS, REPEATS = 2, 7
 
@@ -153,7 +153,7 @@ def _measure(kind: str, config: Config, model: ModelSpec, device: torch.device) 
         layer.requires_grad_(True)
     memory = MemoryModel(config, model, "cuda" if device.type == "cuda" else "cpu")
     index = layer_kinds(model).index(kind)
-    passes = memory.passes(kind == "embedding", blocks_of(model, index, 1), kind == "head", size)
+    passes = memory.passes(layers_of(model, index, 1), size)
     return Row(
         kind=kind,
         num_layers=layer_kinds(model).count(kind),
@@ -179,11 +179,16 @@ def _build(
 
 
 def _versions(layer: nn.Sequential, config: Config) -> WeightVersions:
-    """Creates weight versions as two_bw keeps them, with separate masters if precision or error feedback need them. The
-    layer becomes a working copy."""
-    separate = config.optimizer.error_feedback != 0 or config.train.track_alignment
+    """Creates weight versions as two_bw keeps them. The layer becomes a working copy."""
     dtypes = precision_of(config)
-    return WeightVersions(layer, 2, separate_masters=separate, dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
+    layout = weight_layout(
+        num_versions=2,
+        delay=1,
+        corrects=config.optimizer.error_feedback != 0,
+        compares=config.train.track_alignment,
+        is_mixed=dtypes.is_mixed,
+    )
+    return WeightVersions(layer, layout, dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
 
 
 def _measure_update(versions: WeightVersions, config: Config, device: torch.device) -> float:

@@ -19,13 +19,15 @@ from ...pipeline import partition
 from ...schedule import TRAITS
 from .costs import ModelCosts
 from .fsdp import FSDP, fsdp_step
-from .memory import MemoryModel, Passes, Stage, StageMemory, blocks_of
-from .predict import FLUSHING, IN_CHUNKS, Prediction, StageCosts, predict, why_not
+from .memory import Layers, MemoryModel, Passes, Stage, StageMemory, layers_of
+from .orders import NUM_CHUNKS
+from .predict import PLANNED, Prediction, StageCosts, endless, predict, traits_of, why_not
 
 ALIKE = 0.02
 """Relative difference in speed below which options count as equally fast."""
-IDLE = {"gpipe": 1.0, "one_f_one_b": 1.0, "interleaved_1f1b": 0.5, "zero_bubble_h1": 1 / 3}
-"""Approximate idle time of a stage in each step, as a share of the time that a microbatch needs on all other stages."""
+IDLE = {"interleaved_1f1b": 0.5, "zero_bubble_h1": 1 / 3, "zero_bubble_v": 0.0}
+"""Approximate idle time of a stage in each step, as a share of the time that a microbatch needs on all other stages.
+Other flushing schedules idle for all of it."""
 MAX_SIZES = 5
 """Number of microbatch sizes that are tried for each schedule and number of stages."""
 MAX_EVERY_COUNT = 16
@@ -106,7 +108,7 @@ class Option:
     @property
     def is_runnable(self) -> bool:
         """Returns whether the trainer supports this option."""
-        return self.schedule in TRAITS or self.schedule in ("two_bw_double", DATA_PARALLEL)
+        return self.schedule not in (*PLANNED, FSDP)
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class Search:
         """Returns whether larger microbatches may fit. It computes a lower bound from the memory of smaller ones: with
         as many microbatches in flight, the activations grow in proportion to the size."""
         ratio = trial.microbatch_size / smallest.microbatch_size
-        if smallest.schedule in ("gpipe", "pipedream"):  # all sequences are in flight, for any size
+        if max(smallest.prediction.in_flight) >= smallest.num_microbatches:  # all sequences are in flight, for any size
             ratio = 1.0
         least = (m.weights + m.gradients + m.optimizer + ratio * m.activations for m in smallest.memory)
         return max(least) <= self.cluster.memory
@@ -271,10 +273,12 @@ class Search:
         costs = self.stage_costs(layers, size, num_replicas)
         sending = self._sending(name, len(layers), num_microbatches, size)
         slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
-        steady = max(slots) + (2 * costs.latency if name not in ("gpipe", "pipedream", "two_bw_double") else 0.0)
+        # Links are hidden where more microbatches are in flight than there are stages.
+        is_deep = name not in PLANNED and endless(name, len(layers), num_microbatches).max_in_flight > len(layers)
+        steady = max(slots) + (0.0 if is_deep else 2 * costs.latency)
         # With too few microbatches to fill the pipeline, every schedule that drains is idle for some time.
-        few = 1 - num_microbatches / (2 * len(layers)) if name in FLUSHING else 0.0
-        idle = max(IDLE.get(name, 0.0), few) * (sum(slots) - max(slots))
+        few = 1 - num_microbatches / (2 * len(layers))
+        idle = max(IDLE.get(name, 1.0), few) * (sum(slots) - max(slots)) if traits_of(name).flushes else 0.0
         step_time = max(num_microbatches * steady + idle + max(costs.update), sending)
         tokens = num_replicas * num_microbatches * size * self.model.sequence_length
         guess = tokens / self._with_replicas(name, step_time, layers, num_replicas)
@@ -325,7 +329,7 @@ class Search:
         update."""
         latency = self._latency(len(layers), microbatch_size) if len(layers) > 1 else 0.0
         costs = self.costs.stages(layers, microbatch_size, latency)
-        shares = (self.memory_model.owned_share(layers, i, num_replicas) for i in range(len(layers)))
+        shares = (self.memory_model.owned_share(stage, num_replicas) for stage in self._stage_layers(layers))
         update = tuple(share * seconds for share, seconds in zip(shares, costs.update, strict=True))
         return replace(costs, update=update)
 
@@ -338,7 +342,7 @@ class Search:
         this time."""
         if num_stages == 1:
             return 0.0
-        passes = 2 if name in IN_CHUNKS else 1
+        passes = NUM_CHUNKS.get(name, 1)
         return passes * num_microbatches * self._message(microbatch_size) / self.cluster.between_stages(num_stages)
 
     def _message(self, microbatch_size: int) -> int:
@@ -360,7 +364,7 @@ class Search:
             bytes_each = dtypes.reduction.itemsize + dtypes.compute.itemsize
         bandwidth = self.cluster.between_replicas(len(layers))
         ring = (num_replicas - 1) / num_replicas * largest * bytes_each / bandwidth
-        return max(step_time, ring) if name.startswith("two_bw") else step_time + ring
+        return max(step_time, ring) if traits_of(name).has_slack else step_time + ring
 
     def _keeps(self, layers: tuple[int, ...]) -> float:
         """Returns the bytes that the largest stage keeps with any schedule: its weights and their gradients."""
@@ -368,12 +372,11 @@ class Search:
         bytes_each = dtypes.compute.itemsize + dtypes.gradient.itemsize
         return bytes_each * max(passes.parameters for passes in self._stage_passes(layers))
 
+    def _stage_layers(self, layers: tuple[int, ...]) -> list[Layers]:
+        return [layers_of(self.model, sum(layers[:i]), size) for i, size in enumerate(layers)]
+
     def _stage_passes(self, layers: tuple[int, ...]) -> list[Passes]:
-        last = len(layers) - 1
-        return [
-            self.memory_model.passes(i == 0, blocks_of(self.model, sum(layers[:i]), size), i == last, 1)
-            for i, size in enumerate(layers)
-        ]
+        return [self.memory_model.passes(stage, 1) for stage in self._stage_layers(layers)]
 
 
 def best_of(searches: Sequence[Search], schedule: str) -> Option | str:
@@ -408,8 +411,8 @@ def _stages(name: str, layers: tuple[int, ...], prediction: Prediction, num_repl
             delay=prediction.delay[index],
             in_flight=prediction.in_flight[index],
             max_in_flight=max(prediction.in_flight),
-            background_update=name.startswith("two_bw"),
-            flushes=name in FLUSHING,
+            background_update=traits_of(name).has_slack,
+            flushes=traits_of(name).flushes,
             num_replicas=num_replicas,
         )
         for index in range(len(layers))

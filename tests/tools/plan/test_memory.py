@@ -23,7 +23,7 @@ from slipstream.pipeline.clock import Activity, TimeSplit
 from slipstream.pipeline.reduction import NUM_REQUESTS, Finished, Reducer, Requests
 from slipstream.schedule import Action, Schedule
 from slipstream.tools.plan.live import LiveBytes
-from slipstream.tools.plan.memory import Blocks, MemoryModel, Stage, StageMemory, blocks_of
+from slipstream.tools.plan.memory import Layers, MemoryModel, Stage, StageMemory, dense_blocks, layers_of
 from slipstream.transport.base import Exchange, Transport
 
 SIZES = (2, 2)
@@ -276,9 +276,10 @@ def test_an_evaluation_holds_a_copy_of_the_masters_where_no_module_has_them(erro
     memory = MemoryModel(config, model_of(config, 0))
     stage = replace(STAGE, num_replicas=2)
     stepping = memory._stepping(stage)
-    passes = memory.passes(True, Blocks(1, 0), False, SIZE)
-    owned = memory.update(True, Blocks(1, 0), False, stepping, 2 if sharded else 1).owned
-    expected = memory._evaluated(stepping, 2 if sharded else 1, passes, owned or passes.parameters)
+    layers = Layers(True, 1, 0, False)
+    passes = memory.passes(layers, SIZE)
+    owned = memory.update(layers, stepping, 2 if sharded else 1).values
+    expected = memory._evaluated(stepping, 2 if sharded else 1, passes, owned)
     smallest = min(measured[0].evaluated, measured[2].evaluated)  # of the replica that owns most
     assert smallest == expected
     assert (expected > 0) == (error_feedback > 0 and (sharded or base is MIXED))
@@ -395,22 +396,28 @@ def test_experts_are_predicted_as_exactly_however_uneven_their_load(dense, base)
 
 @pytest.mark.parametrize(
     ("first", "count", "expected"),
-    [(0, 12, Blocks(3, 7)), (0, 1, Blocks(0, 0)), (0, 3, Blocks(2, 0)), (2, 4, Blocks(2, 2)), (10, 2, Blocks(0, 1))],
+    [
+        (0, 12, Layers(True, 3, 7, True)),
+        (0, 1, Layers(True, 0, 0, False)),
+        (0, 3, Layers(True, 2, 0, False)),
+        (2, 4, Layers(False, 2, 2, False)),
+        (10, 2, Layers(False, 0, 1, True)),
+    ],
 )
 def test_the_blocks_of_a_stage_are_told_apart(first, count, expected):
     config = changed(BASE, **EXPERTS, model__num_layers=10, model__num_dense_layers=3)
-    assert blocks_of(model_of(config, 0), first, count) == expected
+    assert layers_of(model_of(config, 0), first, count) == expected
     dense = changed(BASE, model__num_layers=10)
-    assert blocks_of(model_of(dense, 0), first, count) == Blocks(expected.count, 0)
+    assert layers_of(model_of(dense, 0), first, count) == replace(expected, dense=expected.blocks, sparse=0)
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_a_stage_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_played(every):
     config = changed(BASE, **EXPERTS, model__num_layers=9, model__num_dense_layers=4, train__recompute_every=every)
-    memory, blocks = MemoryModel(config, model_of(config, 0), "cpu"), Blocks(4, 5)
+    memory, layers = MemoryModel(config, model_of(config, 0), "cpu"), Layers(False, 4, 5, True)
     recomputed = tuple(every > 0 and i % every == 0 for i in range(9))
-    played = memory._play_passes(False, blocks, True, SIZE, recomputed)
-    found = memory.passes(False, blocks, True, SIZE, recomputed)
+    played = memory._play_passes(layers, SIZE, recomputed)
+    found = memory.passes(layers, SIZE, recomputed)
     assert replace(found, backward_work=0) == replace(played, backward_work=0)
     # A backward comes to the dense blocks when those with experts, of which only the last are played, have let go of
     # what they held: an upper bound.
@@ -428,11 +435,22 @@ def test_tied_weights_are_held_by_both_stages():
 
 def test_kernels_of_a_gpu_keep_less_of_a_norm():
     model = model_of(BASE, 0)
-    cpu, cuda = (
-        MemoryModel(BASE, model, kernels).passes(False, Blocks(1, 0), False, SIZE) for kernels in ("cpu", "cuda")
-    )
+    cpu, cuda = (MemoryModel(BASE, model, kernels).passes(dense_blocks(1), SIZE) for kernels in ("cpu", "cuda"))
     # Two normalised inputs, and attention's output, which on the CPU is copied for the layer that follows.
     assert 3 * MESSAGE - 512 < cpu.activations - cuda.activations <= 3 * MESSAGE
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("base", [BASE, changed(MIXED, train__gradient_dtype="float32")])
+def test_an_update_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_played(base, optimizer, monkeypatch):
+    """With stacks that two blocks fill."""
+    monkeypatch.setattr("slipstream.optim.optimizer.STACK_ELEMENTS", 2 * 4 * 32 * 32)
+    config = changed(base, **EXPERTS, model__num_layers=9, model__num_dense_layers=4, optimizer__name=optimizer)
+    memory, layers = MemoryModel(config, model_of(config, 0), "cpu"), Layers(True, 4, 5, False)
+    stepping = memory._stepping(STAGE)
+    played, found = memory._play_update(layers, stepping), memory.update(layers, stepping)
+    assert (found.optimizer, found.values) == (played.optimizer, played.values)
+    assert played.work <= found.work <= 1.1 * played.work
 
 
 @pytest.mark.parametrize(("every", "has_head"), [(0, True), (0, False), (1, False), (2, True), (2, False), (3, True)])
@@ -442,9 +460,8 @@ def test_a_stage_of_many_blocks_is_what_it_would_be_if_all_were_played(every, ha
     names = [f"block{i}" for i in range(2, 8)]
     recomputed = tuple(name in recomputed_layers(config, memory.model) for name in names)
     assert sum(recomputed) == {0: 0, 1: 6, 2: 3, 3: 2}[every]
-    six = Blocks(6, 0)
-    played = memory._play_passes(False, six, has_head, SIZE, recomputed)
-    assert memory.passes(False, six, has_head, SIZE, recomputed) == played
+    six = Layers(False, 6, 0, has_head)
+    assert memory.passes(six, SIZE, recomputed) == memory._play_passes(six, SIZE, recomputed)
 
 
 def test_recomputed_blocks_and_chunks_of_the_loss_take_less_room():
@@ -453,12 +470,12 @@ def test_recomputed_blocks_and_chunks_of_the_loss_take_less_room():
         MemoryModel(changed(config, **fields), model_of(config, 0), "cuda")
         for fields in ({}, {"train__recompute_every": 1}, {"train__loss_chunk_tokens": 8})
     )
-    again = blocks.passes(True, Blocks(4, 0), False, SIZE, (True,) * 4)
-    kept = plain.passes(True, Blocks(4, 0), False, SIZE)
+    again = blocks.passes(Layers(True, 4, 0, False), SIZE, (True,) * 4)
+    kept = plain.passes(Layers(True, 4, 0, False), SIZE)
     assert again.activations < 6 * MESSAGE + 5 * 8192 < kept.activations / 4
     assert again.activations + again.backward_work < kept.activations + kept.backward_work
     logits = SIZE * LENGTH * 4096 * 4
-    head, lean = (memory.passes(False, Blocks(0, 0), True, SIZE) for memory in (plain, chunks))
+    head, lean = (memory.passes(Layers(False, 0, 0, True), SIZE) for memory in (plain, chunks))
     assert head.activations + head.backward_work > 3 * logits
     assert lean.activations + lean.backward_work < 3 * 4 * head.parameters + 4 * MESSAGE
     assert lean.forward_work < logits

@@ -12,7 +12,7 @@ from slipstream.schedule import Schedule, ScheduleError
 from slipstream.schedule.simulate import Costs, simulate
 from slipstream.tools.plan import predict as module
 from slipstream.tools.plan.orders import make_order, play
-from slipstream.tools.plan.predict import FLUSHING, SCHEDULES, StageCosts, predict, why_not
+from slipstream.tools.plan.predict import SCHEDULES, StageCosts, predict, traits_of, why_not
 
 ASYNCHRONOUS = ("pipedream", "two_bw", "two_bw_double", "paci")
 quarters = st.integers(1, 8).map(lambda number: number / 4)
@@ -158,7 +158,7 @@ def test_512_stages_are_predicted():
 
 def test_versions_and_delays_are_those_of_the_schedules():
     predictions = {name: predict(name, even(4), 8) for name in SCHEDULES}
-    for name in FLUSHING:
+    for name in (name for name in SCHEDULES if traits_of(name).flushes):
         assert predictions[name].delay == (0,) * 4
         assert predictions[name].weight_versions == (1,) * 4
     assert predictions["two_bw"].delay == predictions["two_bw_double"].delay == (1,) * 4

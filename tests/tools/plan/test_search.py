@@ -134,7 +134,7 @@ def test_replicas_that_share_the_optimizer_share_the_update():
     ):
         assert before / 4 <= after < before / 3
     assert shared.stage_costs(layers, 1, 1) == whole.stage_costs(layers, 1, 1)
-    (alone,) = {shared.memory_model.owned_share((1,) * 12, 0, 4)}
+    (alone,) = {shared.memory_model.owned_share(shared._stage_layers((1,) * 12)[0], 4)}
     assert alone == 1.0  # one embedding has one owner
 
 
