@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from figures import courses, draw_axis, draw_course
 from page import with_table
 
-from slipstream.tools.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
+from slipstream.tools.study.figures import draw_cosines, draw_gaps, draw_losses
 from slipstream.tools.study.record import Record, read_records
-from slipstream.tools.study.results import courses, markdown_table, rows, sweep_table, token_overhead
+from slipstream.tools.study.results import markdown_table, rows, sweep_table, token_overhead
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "results"

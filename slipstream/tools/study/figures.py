@@ -1,5 +1,4 @@
-"""Draws the results of a study: loss curves, gaps to sync, gaps over time, cosines of consecutive updates, and gaps
-along an axis.
+"""Draws the results of a study: loss curves, gaps to sync, and cosines of consecutive updates.
 
 Colour shows the mode where modes of one optimizer are compared, and the optimizer where optimizers share a panel.
 Colours are assigned in the order of the records, so that all figures of a study agree. matplotlib is optional: without
@@ -23,9 +22,7 @@ from .results import (
     RATE,
     Estimate,
     Row,
-    axes_of,
     cells_by_row,
-    courses,
     curve,
     final_loss,
     rows,
@@ -47,18 +44,14 @@ MODE_COLOURS = (BLACK, VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY, BROWN, GREY
 OPTIMIZER_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, BROWN, GREY)
 Style = Literal["-", "--", ":", "-."]
 STYLES: tuple[Style, ...] = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D", "v", "P")
-UNITS = {"train.steps": "updates", "pipeline.sync_start_steps": "updates", "train.microbatch_size": "sequences"}
 WIDE_SPAN = 20.0
 """Ratio of the largest to the smallest gap from which the axis is logarithmic."""
 GAP = "gap to sync (nats per token)"
 TITLE_LETTERS = 32
 """Maximum number of characters in a line of a panel's title."""
-SMALL_GAP = 0.01
-"""Gap below which the axis of a course is linear, because a course ends near 0 on either side."""
 
 
-def _start() -> bool:
+def start() -> bool:
     """Returns whether matplotlib is installed. If so, selects its backend without a screen."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
@@ -68,7 +61,7 @@ def _start() -> bool:
     return True
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=150)
@@ -98,11 +91,11 @@ def _panels(names: Sequence[str], most_columns: int, size: tuple[float, float]) 
     return figure, panels[: len(names)]
 
 
-def _colours(names: Iterable[str], palette: Sequence[str]) -> dict[str, str]:
+def colours_of(names: Iterable[str], palette: Sequence[str]) -> dict[str, str]:
     return {name: palette[index % len(palette)] for index, name in enumerate(dict.fromkeys(names))}
 
 
-def _shades(owners: Mapping[str, Any], colours: Mapping[Any, str]) -> dict[str, str]:
+def shades_of(owners: Mapping[str, Any], colours: Mapping[Any, str]) -> dict[str, str]:
     """Returns a colour for every name. Names with the same owner get shades of the owner's colour, and the first of
     them gets the full colour. The result has the order of `colours`."""
     from matplotlib.colors import to_hex, to_rgb
@@ -117,11 +110,11 @@ def _shades(owners: Mapping[str, Any], colours: Mapping[Any, str]) -> dict[str, 
     return result
 
 
-def _mode_colours(records: Iterable[Record]) -> dict[str, str]:
-    return _colours([*MODES, *(record.mode for record in records)], MODE_COLOURS)
+def mode_colours(records: Iterable[Record]) -> dict[str, str]:
+    return colours_of([*MODES, *(record.mode for record in records)], MODE_COLOURS)
 
 
-def _labels(table: Sequence[Row], axes: Sequence[str]) -> list[str]:
+def labels_of(table: Sequence[Row], axes: Sequence[str]) -> list[str]:
     """Returns for every row a text that distinguishes it from other rows of its optimizer and mode."""
     names = short_names(axes) | {RATE: "lr"}
     texts = [[(names[axis], value_text(row, axis)) for axis in axes] for row in table]
@@ -168,13 +161,13 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     has more settings than there are line styles, every synchronous run gets its own panel with the runs that are
     compared with it."""
     table = [(row, cells) for row, cells in _tables(records) if any(map(curve, cells))]
-    if not table or not _start():
+    if not table or not start():
         return None
     from matplotlib.lines import Line2D
 
     names, owners, labels = _owners([row for row, _ in table])
     styles = _styles(labels)
-    colours = _mode_colours(records)
+    colours = mode_colours(records)
     num_title_lines = max(name.count("\n") for name in names)
     figure, panels = _panels(names, 4, (2.7, 2.5 + 0.2 * num_title_lines))
     scale, unit = _token_unit(max(record.tokens for _, cells in table for record in cells))
@@ -205,14 +198,14 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     if any_diverged:
         handles.append(Line2D([], [], color=GREY, linewidth=0.7, marker="x", label="diverged"))
     _legend(figure, handles)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
     """Returns the titles of the panels and, for every row, the index of its panel and the label that distinguishes it
     there."""
     optimizers = short_names(row.optimizer for row in table)
-    labels = _labels(table, varying(table))
+    labels = labels_of(table, varying(table))
     if len(_styles(labels)) <= len(STYLES):
         return list(optimizers.values()), [list(optimizers).index(row.optimizer) for row in table], labels
     syncs = _synchronous_rows(table)
@@ -220,12 +213,12 @@ def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
     heads = [sync or first_of.setdefault(row.baselines, row) for row, sync in zip(table, syncs, strict=True)]
     panels = {head.ids: head for head in heads}
     shared = varying([head for head in panels.values() if head.synchronous] or list(panels.values()))
-    titles = [textwrap.fill(label, TITLE_LETTERS) for label in _labels(list(panels.values()), shared)]
-    names = _joined("\n", [optimizers[head.optimizer] for head in panels.values()], titles)
+    titles = [textwrap.fill(label, TITLE_LETTERS) for label in labels_of(list(panels.values()), shared)]
+    names = joined("\n", [optimizers[head.optimizer] for head in panels.values()], titles)
     return (
         names,
         [list(panels).index(head.ids) for head in heads],
-        _labels(table, [axis for axis in varying(table) if axis not in shared]),
+        labels_of(table, [axis for axis in varying(table) if axis not in shared]),
     )
 
 
@@ -298,7 +291,7 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
             groups.setdefault(sync.ids, []).append(row)
             sync_rows[sync.ids] = sync
     bars = [row for group in groups.values() for row in group]
-    if not bars or not _start():
+    if not bars or not start():
         return None
     from matplotlib import pyplot
     from matplotlib.patches import Patch
@@ -308,18 +301,18 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     syncs = list(sync_rows.values())
     shared = varying(syncs)
     optimizers = short_names(row.optimizer for row in syncs)
-    names = _joined("\n", [optimizers[row.optimizer] for row in syncs], _labels(syncs, shared))
-    beyond = _labels(bars, [axis for axis in varying(bars) if axis not in shared])
-    bar_names = _joined(", ", [row.mode for row in bars], beyond)
+    names = joined("\n", [optimizers[row.optimizer] for row in syncs], labels_of(syncs, shared))
+    beyond = labels_of(bars, [axis for axis in varying(bars) if axis not in shared])
+    bar_names = joined(", ", [row.mode for row in bars], beyond)
     kinds = {(row.mode, row.ids): name for row, name in zip(bars, bar_names, strict=True)}
-    colours = _shades({name: mode for (mode, _), name in kinds.items()}, _mode_colours(records))
+    colours = shades_of({name: mode for (mode, _), name in kinds.items()}, mode_colours(records))
     num_lines = len(bars) + 0.7 * len(groups)
     figure, panel = pyplot.subplots(figsize=(8, max(2.0, 1.0 + 0.23 * num_lines)), layout="constrained")
     kept = [row.gap for row in bars if row.gap is not None]
-    is_wide = _span(kept) >= WIDE_SPAN
+    is_wide = span(kept) >= WIDE_SPAN
     if is_wide:
-        panel.set_xscale("symlog", linthresh=_decade(kept), linscale=0.5)
-        panel.xaxis.set_major_formatter(FuncFormatter(_plain))
+        panel.set_xscale("symlog", linthresh=decade(kept), linscale=0.5)
+        panel.xaxis.set_major_formatter(FuncFormatter(plain))
     y, ticks = 0.0, []
     order = sorted(zip(groups.values(), names, strict=True), key=lambda group: _plain_gap(group[0]))
     for group, _ in order:
@@ -338,10 +331,10 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     _legend(figure, [Patch(color=colour, label=kind) for kind, colour in colours.items()])
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _joined(between: str, names: Sequence[str], labels: Sequence[str]) -> list[str]:
+def joined(between: str, names: Sequence[str], labels: Sequence[str]) -> list[str]:
     return [f"{name}{between}{label}" if label else name for name, label in zip(names, labels, strict=True)]
 
 
@@ -372,55 +365,21 @@ def _bar(panel: Axes, row: Row, y: float, colour: str) -> None:
     )
 
 
-def _span(gaps: Iterable[Estimate]) -> float:
+def span(gaps: Iterable[Estimate]) -> float:
     """Returns the ratio of the largest to the smallest absolute gap."""
     sizes = [abs(gap.mean) for gap in gaps if gap.mean]
     return max(sizes) / min(sizes) if sizes else 1.0
 
 
-def _decade(gaps: Sequence[Estimate]) -> float:
+def decade(gaps: Sequence[Estimate]) -> float:
     """Returns the size below which the axis is linear, so that it can show 0 and negative gaps. Smaller gaps are
     negligible."""
     sizes = [abs(gap.mean) for gap in gaps if gap.mean]
     return 10.0 ** math.floor(math.log10(max(min(sizes), max(sizes) / 100)))
 
 
-def _plain(value: float, place: int | None = None) -> str:
+def plain(value: float, place: int | None = None) -> str:
     return f"{value:g}"
-
-
-# ---- the course of a gap
-
-
-def draw_course(records: Sequence[Record], path: Path) -> Path | None:
-    """Draws the gap to sync over steps, for the longest runs. Every mode has a colour, and its settings have shades of
-    it."""
-    found = courses(records)
-    if not found or not _start():
-        return None
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter
-
-    figure, panel = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
-    modes = {course.name: course.cell.mode for course in found}
-    shades = _shades(modes, _mode_colours(records))
-    for course in found:
-        steps = [step for step in course.gaps if step > 0]  # without step 0, where all runs are equal
-        panel.plot(
-            steps, [course.gaps[step] for step in steps], color=shades[course.name], linewidth=1.2, label=course.name
-        )
-    panel.axhline(0, color=BLACK, linewidth=0.8)
-    panel.set_xscale("log")
-    panel.set_yscale("symlog", linthresh=SMALL_GAP, linscale=1.5)
-    least = min((gap for course in found for gap in course.gaps.values()), default=0.0)
-    panel.set_ylim(bottom=1.3 * min(least, -SMALL_GAP / 4))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.yaxis.set_major_formatter(FuncFormatter(_plain))
-    panel.set_xlabel("step (updates), logarithmic")
-    panel.set_ylabel(f"{GAP},\nlogarithmic beyond {SMALL_GAP:g}")
-    panel.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    return _save(figure, path)
 
 
 # ---- cosines
@@ -430,14 +389,14 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
     """Draws the cosine of consecutive updates in mode async, with a panel per parameter group and a colour per
     optimizer. A line is the smoothed mean over the seeds that finished, or over all seeds if none finished."""
     table = [(row, cells) for row, cells in _tables(records) if row.mode == "async" and any(c.cosines for c in cells)]
-    if not table or not _start():
+    if not table or not start():
         return None
     from matplotlib.lines import Line2D
 
     optimizers = list(dict.fromkeys(row.optimizer for row, _ in table))
-    colours = _colours((record.optimizer for record in records), OPTIMIZER_COLOURS)
+    colours = colours_of((record.optimizer for record in records), OPTIMIZER_COLOURS)
     names = short_names(optimizers)
-    labels = _labels([row for row, _ in table], varying([row for row, _ in table]))
+    labels = labels_of([row for row, _ in table], varying([row for row, _ in table]))
     styles = _styles(labels)
     groups = list(dict.fromkeys(group for _, cells in table for cell in cells for group in cell.cosines))
     figure, panels = _panels([f"parameter group: {group}" for group in groups], 3, (4.0, 3.2))
@@ -462,7 +421,7 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
     handles += _style_handles(styles)
     handles.append(Line2D([], [], color=BLACK, linestyle="--", linewidth=1, label="below this, error feedback hurts"))
     _legend(figure, handles)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -472,115 +431,3 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     places = np.arange(len(values))
     begin, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
     return (sums[end] - sums[begin]) / (end - begin)
-
-
-# ---- along an axis
-
-
-def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
-    """Draws the gap to sync over one axis with numeric values, such as optimizer.momentum. Every optimizer has a
-    colour; every mode has a marker and a line style. Above the panel there is a cross for every row with a diverged
-    cell."""
-    table = [row for row in rows(records) if not row.synchronous and _number(axes_of(row).get(axis)) is not None]
-    table = [row for row in table if row.gap is not None or row.diverged]
-    if not table or not _start():
-        return None
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    colours = _colours((record.optimizer for record in records), OPTIMIZER_COLOURS)
-    modes = [mode for mode in _mode_colours(records) if any(row.mode == mode for row in table)]
-    figure, panel = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
-    lines = _lines(table, axis)
-    owners = {name: (line[0].optimizer, line[0].mode) for name, line in lines.items()}
-    shades = _shades(owners, {owner: colours[owner[0]] for owner in owners.values()})
-    for name, line in lines.items():
-        mode = modes.index(line[0].mode)
-        points = [(_x(row, axis), row.gap.mean, row.gap.spread or 0.0) for row in line if row.gap is not None]
-        panel.errorbar(
-            *(zip(*sorted(points), strict=True) if points else ((), (), ())),
-            color=shades[name],
-            linestyle=STYLES[mode % len(STYLES)],
-            marker=MARKERS[mode % len(MARKERS)],
-            markersize=5,
-            linewidth=1.5,
-            capsize=2.5,
-            label=name,
-        )
-    gaps = [row.gap for row in table if row.gap is not None]
-    if _span(gaps) >= WIDE_SPAN:
-        if all(gap.mean >= _decade(gaps) and gap.mean > (gap.spread or 0.0) for gap in gaps):
-            panel.set_yscale("log")
-            panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            panel.yaxis.set_minor_locator(NullLocator())
-        else:
-            panel.set_yscale("symlog", linthresh=_decade(gaps), linscale=0.5)
-        panel.yaxis.set_major_formatter(FuncFormatter(_plain))
-    if panel.get_yscale() != "log":
-        panel.axhline(0, color=BLACK, linewidth=0.8)
-    xs = sorted({_x(row, axis) for row in table})
-    if xs[0] > 0 and xs[-1] / xs[0] > 8:
-        panel.set_xscale("log")
-        panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xticks(xs, _tick_labels(xs, panel.get_xscale() == "log"))
-    _mark_diverged(panel, [(_x(row, axis), row, colours[row.optimizer]) for row in table if row.diverged])
-    panel.set_xlabel(f"{axis} ({UNITS[axis]})" if axis in UNITS else axis)
-    panel.set_ylabel(GAP)
-    panel.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    return _save(figure, path)
-
-
-def _tick_labels(xs: Sequence[float], is_log: bool) -> list[str]:
-    """Returns the tick labels. A label that would overlap its right neighbour is empty."""
-    places = np.log(xs) if is_log else np.array(xs)
-    room = 0.07 * (places[-1] - places[0])
-    labels, last = [], math.inf
-    for x, place in reversed(list(zip(xs, places, strict=True))):
-        labels.append(f"{x:g}" if last - place >= room else "")
-        last = place if labels[-1] else last
-    return labels[::-1]
-
-
-def _mark_diverged(panel: Axes, marks: Sequence[tuple[float, Row, str]]) -> None:
-    """Marks rows with diverged cells above the panel. marks: x, row and colour. Marks with the same x are stacked."""
-    stacked: dict[float, int] = {}
-    for x, row, colour in marks:
-        stacked[x] = stacked.get(x, 0) + 1
-        panel.annotate(
-            f"× {row.mode} diverged {row.diverged} of {row.seeds}",
-            (x, 1),
-            xycoords=panel.get_xaxis_transform(),
-            xytext=(-4, 12 * stacked[x] - 7),
-            textcoords="offset points",
-            color=colour,
-            fontsize=8,
-        )
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
-
-
-def _x(row: Row, axis: str) -> float:
-    x = _number(axes_of(row).get(axis))
-    assert x is not None
-    return x
-
-
-def _lines(table: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Returns the lines by name. All rows of one optimizer and mode form one line. If two of them have the same x, the
-    other axes that vary split them into several lines."""
-    optimizers = short_names(row.optimizer for row in table)
-    result: dict[str, list[Row]] = {}
-    for key in dict.fromkeys((row.optimizer, row.mode) for row in table):
-        line = [row for row in table if (row.optimizer, row.mode) == key]
-        name = f"{optimizers[key[0]]}, {key[1]}"
-        if len({_x(row, axis) for row in line}) == len(line):
-            result[name] = line
-            continue
-        labels = _labels(line, [other for other in varying(line) if other != axis])
-        for row, full_name in zip(line, _joined(", ", [name] * len(line), labels), strict=True):
-            result.setdefault(full_name, []).append(row)
-    return result

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .record import Evaluation, Record
+from .record import Record
 
 MODES = ("sync", "async", "ef")
 """Modes that come first. Other modes follow in the order in which they appear."""
@@ -89,17 +89,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Course:
-    """The gap of a delayed run to its synchronous run, over the steps of both."""
-
-    name: str
-    cell: Record
-    baseline: Record
-    gaps: dict[int, float]
-    """Gap by step."""
-
-
-@dataclass(frozen=True)
 class Sweep:
     """Synchronous runs of one optimizer that differ only in learning rate and seed."""
 
@@ -136,12 +125,8 @@ def final_loss(record: Record) -> float | None:
 
 def curve(record: Record) -> list[tuple[int, float]]:
     """Returns (tokens, held-out loss) of all evaluations with a finite loss."""
-    return [(e.tokens, e.loss) for e in _measured(record)]
-
-
-def _measured(record: Record) -> list[Evaluation]:
     # JSON turns nan into None, although the type of the field is float.
-    return [e for e in record.evaluations if e.loss is not None and math.isfinite(e.loss)]
+    return [(e.tokens, e.loss) for e in record.evaluations if e.loss is not None and math.isfinite(e.loss)]
 
 
 def cells_by_row(records: Iterable[Record]) -> list[list[Record]]:
@@ -247,26 +232,6 @@ def _gap(cell: Record, cells: Mapping[str, Record]) -> float | None:
         return None
     loss, goal = final_loss(cell), final_loss(baseline)
     return None if loss is None or goal is None else loss - goal
-
-
-def courses(records: Iterable[Record]) -> list[Course]:
-    """Returns the courses of the longest delayed runs whose synchronous run exists."""
-    cells = {record.id: record for record in records}
-    pairs = [(cell, cells[cell.baseline]) for cell in cells.values() if cell.baseline in cells]
-    longest = max((cell.steps for cell, _ in pairs), default=0)
-    pairs = [pair for pair in pairs if pair[0].steps == longest and pair[0] is not pair[1]]
-    optimizers = short_names(cell.optimizer for cell, _ in pairs)
-    several_seeds = len({cell.seed for cell, _ in pairs}) > 1
-    found = []
-    for cell, baseline in pairs:
-        start = cell.setting.get("pipeline.sync_start_steps")
-        words = [optimizers[cell.optimizer]] if len(optimizers) > 1 else []
-        words += [cell.mode, *([f"{start:,} synchronous steps"] if start else [])]
-        words += [f"seed {cell.seed}"] if several_seeds else []
-        losses, synchronous = ({e.step: e.loss for e in _measured(run)} for run in (cell, baseline))
-        gaps = {step: loss - synchronous[step] for step, loss in losses.items() if step in synchronous}
-        found.append(Course(", ".join(words), cell, baseline, gaps))
-    return found
 
 
 def _recovered(cell: Record, plain: Sequence[Record], cells: Mapping[str, Record]) -> float | None:

@@ -150,7 +150,7 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
                     except BrokenProcessPool:
                         raise RunFailure(
                             f"a worker died while {cell.name} was waiting or running, perhaps for want of memory: "
-                            "start the study again with fewer --jobs, and it goes on from the cells that are done"
+                            "start the study again with fewer --jobs; cells that are done are kept"
                         ) from None
                     if isinstance(result, str):
                         failures.append(result)

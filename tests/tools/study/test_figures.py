@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.figures import draw_axis, draw_course
 from slipstream.tools.study import figures
-from slipstream.tools.study.figures import draw_axis, draw_cosines, draw_course, draw_gaps, draw_losses
+from slipstream.tools.study.figures import draw_cosines, draw_gaps, draw_losses
 from slipstream.tools.study.record import Evaluation, Record
 from slipstream.tools.study.results import rows
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from experiments.figures import courses
 from slipstream.tools.study.record import Evaluation, Record
 from slipstream.tools.study.results import (
     Estimate,
     Row,
     best_learning_rates,
     cells_by_row,
-    courses,
     markdown_table,
     rows,
     sweep_table,
