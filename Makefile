@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: train test test-faults test-fuzz lint types format bench bench-bubble results docs clean
+.PHONY: train test test-faults test-fuzz lint types format bench results docs clean
 
 train: .venv/.installed
 	$(BIN)/slipstream train --run.overwrite
@@ -34,9 +34,6 @@ format: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/slipstream bench
-
-bench-bubble: .venv/.installed
-	$(BIN)/python benchmarks/bubble.py
 
 results: .venv/.installed
 	$(BIN)/python experiments/results.py

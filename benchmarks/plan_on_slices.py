@@ -42,8 +42,13 @@ LONGER = ("one_f_one_b", "zero_bubble_v", "two_bw")
 
 def update_seconds(worlds: list[dict[str, Any]]) -> float | None:
     """Of a stage; None: the bench did not play one_f_one_b."""
-    rivals = [rival for world in worlds for rival in world["rivals"] if rival["rival"]["schedule"] == "one_f_one_b"]
-    found = [stage["update"] for rival in rivals for each in rival["rounds"] for stage in each["costs"]]
+    contenders = [
+        contender
+        for world in worlds
+        for contender in world["contenders"]
+        if contender["contender"]["schedule"] == "one_f_one_b"
+    ]
+    found = [stage["update"] for contender in contenders for each in contender["rounds"] for stage in each["costs"]]
     return median(found) if found else None
 
 
@@ -54,7 +59,7 @@ def stage_costs(
     setting = GpuSetting(**world["gpu"])
     costs = measured_costs(profile, Decoder(**asdict(setting.config(num_stages))), path)
     sizes = layers_per_chunk(Placement(num_stages), [setting.blocks] * num_stages)
-    messages = [each["message_seconds"] for rival in world["rivals"] for each in rival["rounds"]]
+    messages = [each["message_seconds"] for contender in world["contenders"] for each in contender["rounds"]]
     latency = median([seconds for seconds in messages if seconds] or [0.0])
     stages = costs.stages(sizes, setting.batch, latency)
     return stages if update is None else replace(stages, update=(update,) * num_stages)
@@ -63,18 +68,18 @@ def stage_costs(
 def rows(
     profile: Profile, path: Path, world: dict[str, Any], update: float | None
 ) -> list[tuple[str, int, float, float]]:
-    """Of one command of the bench: rival, microbatches, measured and predicted seconds."""
+    """Of one command of the bench: contender, microbatches, measured and predicted seconds."""
     num_stages, found = world["num_stages"], []
     stages = stage_costs(profile, path, world, update, num_stages)
-    for outcome in world["rivals"]:
-        rival, measured = outcome["rival"], outcome["row"]["step_seconds"]
-        name = NAMES.get(rival["schedule"], rival["schedule"])
-        name += "_double" if rival["depth"] == "double" else ""
-        num_microbatches = rival["num_microbatches"]
+    for outcome in world["contenders"]:
+        contender, measured = outcome["contender"], outcome["row"]["step_seconds"]
+        name = NAMES.get(contender["schedule"], contender["schedule"])
+        name += "_double" if contender["depth"] == "double" else ""
+        num_microbatches = contender["num_microbatches"]
         if measured is None or name.startswith("Schedule") or not name or why_not(name, num_stages, num_microbatches):
             continue
         found.append(
-            (rival["name"], num_microbatches, measured["median"], predict(name, stages, num_microbatches).step_time)
+            (contender["name"], num_microbatches, measured["median"], predict(name, stages, num_microbatches).step_time)
         )
     return found
 

@@ -11,7 +11,7 @@ The rules, fixed before the first run:
 - They take turns, round after round, each in processes of its own; step time is the mean over the steady steps on
   the slowest stage of the slowest replica. Reported: throughput of a replica as a share of that of one replica alone in
   the same round; median, lowest and highest round.
-- Where cores are fewer than processes, each keeps to one, as in bubble.py.
+- Where cores are fewer than processes, each keeps to one, as in `slipstream bench`.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ The rules:
 - Many small steps, because a delay is one of a step: it costs little where a step moves the weights little. On two
   cores P = 2 and m = 2; on a GPU P = 4 and m = 4, a model of 121M parameters, and token shards that `slipstream prepare
   --output PREFIX` wrote.
-- The rivals differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets more of them
-  (MORE_STEPS), because it may need more tokens to the same loss, and only time counts. Weights, data, rate and
+- The contenders differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets more of
+  them (MORE_STEPS), because it may need more tokens to the same loss, and only time counts. Weights, data, rate and
   everything else are the same; the rate is a round number near the synchronous run's best.
 - "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and torch's ZBVZeroBubble, the fastest of torch's in
   benchmarks/gpu_pipeline_h200_2026-11-17, runs beside it (benchmarks/torch_training.py).
-- On CPUs the rivals of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP), and
-  only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. On a GPU one run
-  follows the other; `--together` runs all seeds of a rival at once, each on slices of its own. Starting the processes
-  is not counted. Evaluations are a part of slipstream's time, and not of torch's.
+- On CPUs the contenders of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP),
+  and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. On a GPU one
+  run follows the other; `--together` runs all seeds of a contender at once, each on slices of its own. Starting the
+  processes is not counted. Evaluations are a part of slipstream's time, and not of torch's.
 - Time to loss: when a run's held-out loss first comes down to the final loss of the 1F1B run of its seed, between
   evaluations in a straight line; "never" is an answer.
 """
@@ -91,7 +91,7 @@ SYNCHRONOUS_OPTIONS = ["--pipeline.schedule", "one_f_one_b", "--optimizer.error-
 
 @dataclass(frozen=True)
 class Run:
-    rival: str
+    contender: str
     seed: int
     steps: int
     seconds: list[float]
@@ -101,7 +101,7 @@ class Run:
     """The share of this machine's time that went to its other guests meanwhile, as Linux counts it."""
 
 
-def rivals(device: str, num_steps: int) -> dict[str, tuple[list[str], list[str], int]]:
+def contenders(device: str, num_steps: int) -> dict[str, tuple[list[str], list[str], int]]:
     """By name: what runs it, its options, and its steps."""
     own = ["-m", "slipstream", "train"]
     torchs = str(Path(__file__).with_name("torch_training.py"))
@@ -126,8 +126,8 @@ def settings(device: str, data: str | None) -> list[str]:
 class Process:
     """One training, and the intervals in which it was allowed to compute."""
 
-    def __init__(self, seed: int, rival: str, runner: list[str], options: list[str], num_steps: int) -> None:
-        self.seed, self.rival, self.num_steps = seed, rival, num_steps
+    def __init__(self, seed: int, contender: str, runner: list[str], options: list[str], num_steps: int) -> None:
+        self.seed, self.contender, self.num_steps = seed, contender, num_steps
         self._folder = tempfile.TemporaryDirectory()
         self.rows_at = Path(self._folder.name) / "run" / "metrics.jsonl"
         command = [sys.executable, *runner, "--run.folder", self._folder.name, "--run.name", "run", *options]
@@ -153,7 +153,7 @@ class Process:
         if self.is_running:
             os.killpg(self._process.pid, signal.SIGSTOP)
         self._intervals.append((self._began, time.time()))
-        _tell_progress(self.rival, self.seed, self.num_steps, self.rows_at)
+        _tell_progress(self.contender, self.seed, self.num_steps, self.rows_at)
 
     def _computed_until(self, moment: float) -> float:
         return sum(max(0.0, min(end, moment) - begin) for begin, end in self._intervals)
@@ -162,7 +162,7 @@ class Process:
         """The run, once it has ended; its clock starts with the end of its first step."""
         self._said.seek(0)
         if self._process.returncode:
-            raise RunFailure(f"{self.rival}, seed {self.seed}: {self._said.read()[-1000:]}")
+            raise RunFailure(f"{self.contender}, seed {self.seed}: {self._said.read()[-1000:]}")
         rows = [json.loads(line) for line in self.rows_at.read_text(encoding="utf-8").splitlines()]
         self._said.close()
         self._folder.cleanup()
@@ -177,9 +177,9 @@ class Process:
                 seconds.append(clock)
                 losses.append(row["val_loss"])
         stolen, total = (after - earlier for earlier, after in zip(self._before, _machine_time(), strict=True))
-        run = Run(self.rival, self.seed, self.num_steps, seconds, losses, stolen / max(1, total))
+        run = Run(self.contender, self.seed, self.num_steps, seconds, losses, stolen / max(1, total))
         print(
-            f"{self.rival}, seed {self.seed}: {self.num_steps} steps, {seconds[-1]:.0f} s, loss {losses[-1]:.4f}, "
+            f"{self.contender}, seed {self.seed}: {self.num_steps} steps, {seconds[-1]:.0f} s, loss {losses[-1]:.4f}, "
             f"{100 * run.stolen:.0f} % of the machine stolen",
             flush=True,
         )
@@ -201,8 +201,8 @@ def train_in_turns(processes: list[Process]) -> list[Run]:
             process.kill()
 
 
-def train(seed: int, rival: str, runner: list[str], options: list[str], num_steps: int) -> Run:
-    (run,) = train_in_turns([Process(seed, rival, runner, options, num_steps)])
+def train(seed: int, contender: str, runner: list[str], options: list[str], num_steps: int) -> Run:
+    (run,) = train_in_turns([Process(seed, contender, runner, options, num_steps)])
     return run
 
 
@@ -215,12 +215,12 @@ def _machine_time() -> tuple[int, int]:
     return ticks[7], sum(ticks)
 
 
-def _tell_progress(rival: str, seed: int, num_steps: int, rows: Path) -> None:
+def _tell_progress(contender: str, seed: int, num_steps: int, rows: Path) -> None:
     if not (sys.stderr.isatty() and rows.exists()):
         return
     lines = rows.read_bytes().rstrip().rsplit(b"\n", 1)
     step = json.loads(lines[-1])["step"] if lines[-1].endswith(b"}") else 0
-    print(f"{rival}, seed {seed}: step {step}/{num_steps} ", end="\r", file=sys.stderr)
+    print(f"{contender}, seed {seed}: step {step}/{num_steps} ", end="\r", file=sys.stderr)
 
 
 def time_to(loss: float, run: Run) -> float | None:
@@ -233,18 +233,18 @@ def time_to(loss: float, run: Run) -> float | None:
 
 
 def table(runs: list[Run]) -> str:
-    finals = {run.seed: run.losses[-1] for run in runs if run.rival == SYNCHRONOUS}
-    ends = {run.seed: run.seconds[-1] for run in runs if run.rival == SYNCHRONOUS}
+    finals = {run.seed: run.losses[-1] for run in runs if run.contender == SYNCHRONOUS}
+    ends = {run.seed: run.seconds[-1] for run in runs if run.contender == SYNCHRONOUS}
     lines = [
         "| schedule | steps | seconds | final held-out loss | to 1F1B's final loss, s | as soon as 1F1B, times |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for rival in dict.fromkeys(run.rival for run in runs if run.seed in finals):
-        own = [run for run in runs if run.rival == rival and run.seed in finals]
+    for contender in dict.fromkeys(run.contender for run in runs if run.seed in finals):
+        own = [run for run in runs if run.contender == contender and run.seed in finals]
         reached = [(seconds, ends[run.seed]) for run in own if (seconds := time_to(finals[run.seed], run)) is not None]
         never = f", never for {len(own) - len(reached)} of {len(own)} seeds" if len(reached) < len(own) else ""
         lines.append(
-            f"| {rival} | {own[0].steps:,} | {_spread([run.seconds[-1] for run in own], '.0f')} | "
+            f"| {contender} | {own[0].steps:,} | {_spread([run.seconds[-1] for run in own], '.0f')} | "
             f"{_spread([run.losses[-1] for run in own], '.4f')} | "
             f"{_spread([seconds for seconds, _ in reached], '.0f')}{never} | "
             f"{_spread([end / seconds for seconds, end in reached], '.2f')} |"
@@ -266,11 +266,13 @@ def draw(runs: list[Run], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for rival in dict.fromkeys(run.rival for run in runs):
-        for i, run in enumerate(run for run in runs if run.rival == rival):
-            axes.plot(run.seconds, run.losses, color=COLOURS[rival], marker=".", label=None if i else rival, alpha=0.8)
+    for contender in dict.fromkeys(run.contender for run in runs):
+        for i, run in enumerate(run for run in runs if run.contender == contender):
+            axes.plot(
+                run.seconds, run.losses, color=COLOURS[contender], marker=".", label=None if i else contender, alpha=0.8
+            )
     for run in runs:
-        if run.rival == SYNCHRONOUS:
+        if run.contender == SYNCHRONOUS:
             axes.axhline(run.losses[-1], color=COLOURS[SYNCHRONOUS], linewidth=0.8, linestyle=":")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("held-out loss, nats per token")
@@ -301,12 +303,12 @@ def leave_behind(runs: list[Run], output: Path | None) -> None:
 def measure(given: argparse.Namespace) -> list[Run]:
     seeds, fixed = given.seeds or SEEDS[given.device], settings(given.device, given.data)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    turns = rivals(given.device, given.steps or STEPS[given.device])
+    turns = contenders(given.device, given.steps or STEPS[given.device])
     runs = earlier_runs(given.output)
     if others := {run.steps for run in runs} - {num_steps for _, _, num_steps in turns.values()}:
         raise RunFailure(f"{given.output}.json has runs of {min(others)} steps: give --steps, or another --output")
-    wanted = [name for name in turns if given.rivals is None or name in given.rivals]
-    done = {(run.rival, run.seed) for run in runs}
+    wanted = [name for name in turns if given.contenders is None or name in given.contenders]
+    done = {(run.contender, run.seed) for run in runs}
     batches = [seeds] if given.together else [[seed] for seed in seeds]
     pairs = [(name, [seed for seed in batch if (name, seed) not in done]) for batch in batches for name in wanted]
     jobs = [(name, left) for name, left in pairs if left]
@@ -315,9 +317,9 @@ def measure(given: argparse.Namespace) -> list[Run]:
         return runs
     if given.device == "cpu":
         for seed in seeds:
-            rivals_left = [name for name, left in jobs if seed in left]
+            contenders_left = [name for name, left in jobs if seed in left]
             processes = []
-            for name in rivals_left:
+            for name in contenders_left:
                 runner, options, num_steps = turns[name]
                 processes.append(Process(seed, name, runner, [*fixed, *options], num_steps))
                 processes[-1].compute(TURN_SECONDS)
@@ -326,9 +328,9 @@ def measure(given: argparse.Namespace) -> list[Run]:
         return runs
     at_a_time = len(seeds) if given.together else 1
     with sliced(4 * at_a_time, SHARE), ThreadPoolExecutor(at_a_time) as pool:
-        for rival, left in jobs:
-            runner, options, num_steps = turns[rival]
-            job = partial(train, rival=rival, runner=runner, options=[*fixed, *options], num_steps=num_steps)
+        for contender, left in jobs:
+            runner, options, num_steps = turns[contender]
+            job = partial(train, contender=contender, runner=runner, options=[*fixed, *options], num_steps=num_steps)
             runs += pool.map(job, left)
             leave_behind(runs, given.output)  # after every turn: whoever stops it keeps what there is
     return runs
@@ -340,17 +342,17 @@ def main() -> None:
     parser.add_argument("--data", help="beginning of the names of token shards; on CPUs, the built-in text if left out")
     parser.add_argument("--steps", type=int, help="of a synchronous run")
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--rivals", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--together", action="store_true", help="all seeds of a rival at a time")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--together", action="store_true", help="all seeds of a contender at a time")
     parser.add_argument(
         "--output", type=Path, help="beginning of the names of a .json, a .md and a .png; what is there is gone on with"
     )
     given = parser.parse_args()
     if given.device == "cuda" and given.data is None:
         parser.error("--data is missing: give the PREFIX of shards that slipstream prepare wrote")
-    known = rivals(given.device, 1)
-    if unknown := set(given.rivals or ()) - set(known):
-        parser.error(f"--rivals {min(unknown)!r} is unknown: choose among {', '.join(map(repr, known))}")
+    known = contenders(given.device, 1)
+    if unknown := set(given.contenders or ()) - set(known):
+        parser.error(f"--contenders {min(unknown)!r} is unknown: choose among {', '.join(map(repr, known))}")
     try:
         print(table(measure(given)))
     except RunFailure as failure:

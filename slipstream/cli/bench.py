@@ -51,7 +51,7 @@ class BenchArguments:
     """The folder to write; by default a new one below runs/."""
     microbatches: tuple[int, ...] = ()
     """cuda: numbers of microbatches in a step; by default 1, 2 and 4 times the stages."""
-    rivals: tuple[str, ...] = ()
+    contenders: tuple[str, ...] = ()
     """cuda: only rows with these names, or whose names contain one of these words, and the bare loop."""
     share: int | None = None
     """cuda: percent of the GPU's multiprocessors for each stage; by default an equal part."""
@@ -123,15 +123,17 @@ def _gpu_matrix(given: BenchArguments) -> list[World]:
     factors = (1,) if given.quick else (1, 2, 4)
     microbatches = given.microbatches or tuple(factor * num_stages for factor in factors)
     num_rounds = given.rounds or (1 if given.quick else 3)
-    matrix = gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), num_rounds, given.rivals)
-    if len(matrix[0].rivals) == 1:
-        raise UsageError(f"rivals = {' '.join(given.rivals)} is in the name of no row: leave it out to see them all")
+    matrix = gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), num_rounds, given.contenders)
+    if len(matrix[0].contenders) == 1:
+        raise UsageError(
+            f"contenders = {' '.join(given.contenders)} is in the name of no row: leave it out to see them all"
+        )
     return matrix
 
 
 def _extent(given: BenchArguments) -> Extent:
     defaults = asdict(BenchArguments())
-    for name in ("microbatches", "rivals", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
+    for name in ("microbatches", "contenders", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
         if getattr(given, name) != defaults[name]:
             raise UsageError(f"{name} = {getattr(given, name)} is for GPUs: leave it out, or use device = 'cuda'")
     for num_stages in given.stages:
@@ -205,7 +207,7 @@ def run_matrix(
             raise interrupt
     screen.print("\n".join([*summary(finished.worlds, finished.rows), f"{folder}: {', '.join(written)}"]))
     if not any(row.step_seconds for of_world in finished.rows for row in of_world):
-        raise RunFailure(f"no rival ran: {folder / 'table.md'} says why")
+        raise RunFailure(f"no contender ran: {folder / 'table.md'} says why")
     return finished
 
 
@@ -213,8 +215,8 @@ def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[list[
     memory = []
     for number, outcome in enumerate(outcomes, 1):
         if screen.is_terminal:
-            screen.print(f"memory of rival {number} of {len(outcomes)}", end="\r")
-        memory.append(peak_memory(outcome.rival, world) if outcome.rounds else None)
+            screen.print(f"memory of contender {number} of {len(outcomes)}", end="\r")
+        memory.append(peak_memory(outcome.contender, world) if outcome.rounds else None)
     return memory
 
 

@@ -243,8 +243,9 @@ def _print(
     console.print(plan_table(search, options, advice.choice, console.width))
     screen.print(
         "\nP x R: stages and replicas. m x size: microbatches, and sequences in each. price: tokens to the same loss, "
-        "beside no delay.\nwith: s replicas share the optimizer, c loss in chunks, r1 all blocks recomputed, r2 every "
-        "second.\nplanned: the trainer does not play it. GiB: of the largest stage, a peak never exceeded."
+        "compared with no delay.\n"
+        "with: s replicas share the optimizer, c loss in chunks, r1 all blocks recomputed, r2 every second.\n"
+        "planned: the trainer does not have it. GiB: upper bound of the peak of the largest stage."
         + (" Then its parts.\n" if console.width >= WIDE else " Its parts: in a wider terminal, or with --json.\n")
     )
     impossible = [f"{name} cannot: {option}" for name, option in options.items() if isinstance(option, str)]

@@ -7,7 +7,6 @@ A run saves the settled configuration, so that nothing about it has to be guesse
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ..errors import ConfigError
 from ..optim.recipes import RECIPES
 from ..precision import Precision
 from ..transport.environment import under_torchrun
+from .imports import find
 from .layout import num_processes
 from .schema import Config, OptimizerSection
 
@@ -90,16 +90,8 @@ def _rate_of_class(path: str) -> float:
 
 
 def optimizer_class(path: str) -> Any:
-    module_name, _, class_name = path.rpartition(".")
-    cls, reason = None, ""
-    if module_name:
-        try:
-            cls = getattr(importlib.import_module(module_name), class_name)
-        except Exception as error:  # the user's module may raise any exception
-            reason = f" ({error})"
+    known = ", ".join(LEARNING_RATES)
+    cls = find("optimizer.name", path, {}, f"use {known} or an import path such as torch.optim.SGD")
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"optimizer.name = {path!r} is no optimizer{reason}: use muon, adamw, {', '.join(RECIPES)} or the import "
-            "path of an installed torch optimizer, such as torch.optim.SGD"
-        )
+        raise ConfigError(f"optimizer.name = {path!r} is no torch optimizer: use one, such as torch.optim.SGD")
     return cls

@@ -9,13 +9,13 @@ from typing import Any
 from ..errors import ConfigError
 
 
-def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
+def find(field: str, name: str, known: Mapping[str, Any], remedy: str = "") -> Any:
     """Returns the entry of that name, or the object at an import path such as `package.module.Class`."""
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(".")
     names = f"{', '.join(known)} or " if known else ""
-    remedy = f"use {names}the import path of your own, package.module.Name"
+    remedy = remedy or f"use {names}the import path of your own, package.module.Name"
     if not module:
         raise ConfigError(f"{field} = {name!r} is unknown: {remedy}")
     try:

@@ -14,11 +14,11 @@ from slipstream.tools.bench.matrix import Extent, worlds
 
 @forks
 @pytest.mark.filterwarnings("ignore")  # torch's own, in the forked stages
-def test_quick_measures_every_rival_and_writes_its_files(tmp_path, capsys):
+def test_quick_measures_every_contender_and_writes_its_files(tmp_path, capsys):
     bench(["--quick", "--only", "emulated", "--output", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     [world] = results["worlds"]
-    measured = {rival["row"]["name"]: rival["row"] for rival in world["rivals"]}
+    measured = {contender["row"]["name"]: contender["row"] for contender in world["contenders"]}
     refused = {name for name, row in measured.items() if row["failure"]}
     assert refused == {"torch DualPipeV", "slipstream two_bw, double depth"}  # two microbatches are too few for them
     assert len(measured) == 12
@@ -63,8 +63,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_the_matrix_has_all_m_for_equal_stages_and_slow_links_for_slipstream_alone():
     matrix = worlds(Extent(emulated_stages=(4,), with_real=True, num_rounds=3))
     equal = [w for w in matrix if w.workload == "emulated" and not w.unbalanced]
-    assert [w.rivals[0].num_microbatches for w in equal] == [4, 8, 16, 8]
-    slow = [w for w in matrix if any(rival.latency_seconds for rival in w.rivals)]
-    assert len(slow) == 1 and {rival.engine for rival in slow[0].rivals} == {"slipstream"}
+    assert [w.contenders[0].num_microbatches for w in equal] == [4, 8, 16, 8]
+    slow = [w for w in matrix if any(contender.latency_seconds for contender in w.contenders)]
+    assert len(slow) == 1 and {contender.engine for contender in slow[0].contenders} == {"slipstream"}
     assert {w.num_stages for w in matrix if w.workload == "real"} == {2}
     assert {w.workload for w in matrix if w.unbalanced} == {"emulated", "real"}

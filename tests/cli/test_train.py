@@ -72,9 +72,9 @@ TRAIN_MISTAKES = [
     ("--model.hidden-dim 4000000 --model.num-layers 100", "a model of 19,200,"),
     ("--train.microbatch-size 9007199254740993", "a microbatch of 144,115,188,075,855,888 tokens takes at least"),
     ("--model.sequence-length 100000", "model.sequence_length = 100000 takes 100001 tokens and there are"),
-    ("--optimizer.name sgd", "optimizer.name = 'sgd' is no optimizer: use muon, adamw, normuon, soap,"),
-    ("--optimizer.name no.Such", "optimizer.name = 'no.Such' is no optimizer (No module named 'no'): use muon,"),
-    ("--optimizer.name torch.nn.Linear", "optimizer.name = 'torch.nn.Linear' is no optimizer: use muon,"),
+    ("--optimizer.name sgd", "optimizer.name = 'sgd' is unknown: use muon, adamw, normuon, soap,"),
+    ("--optimizer.name no.Such", "optimizer.name = 'no.Such' cannot be imported (No module named 'no'): use muon,"),
+    ("--optimizer.name torch.nn.Linear", "optimizer.name = 'torch.nn.Linear' is no torch optimizer: use one"),
     ("--optimizer.name torch.optim.LBFGS", "LBFGS.step() missing 1 required positional argument: 'closure'): change"),
     ("--optimizer.name torch.optim.Muon", "Muon only supports 2D parameters"),
     (

@@ -243,7 +243,7 @@ def memory_of(run: subprocess.Popen[str]) -> tuple[int, int]:
 
 
 def run_long(device: str, num_steps: int) -> list[str]:
-    """Goes to two stages and back three times. Memory in four stages is compared before the first time and at the end."""
+    """Goes to two stages and back three times, and compares the memory in four stages before and after."""
     third, tenth = num_steps // 3, num_steps // 10
     reshapes = [f"{third + i * tenth // 2}={stages}" for i, stages in enumerate((2, 4, 2, 4, 2, 4))]
     with tempfile.TemporaryDirectory(prefix="faults-") as name:

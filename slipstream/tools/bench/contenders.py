@@ -1,7 +1,7 @@
-"""The rivals of the benchmark: slipstream's schedules, the schedules of torch.distributed.pipelining, and a bare loop
-without a pipeline.
+"""The contenders of the benchmark: slipstream's schedules, the schedules of torch.distributed.pipelining, and a bare
+loop without a pipeline.
 
-A rival runs a number of steps on one stage of a world (turns.World) and returns when each steady step ended on that
+A contender runs a number of steps on one stage of a world (turns.World) and returns when each steady step ended on that
 stage.
 """
 
@@ -47,11 +47,11 @@ TYING = ("one_f_one_b", "two_bw")
 
 
 class Refused(ValueError):
-    """Raised by a rival that cannot run. It is raised on every stage, so that no stage waits for another."""
+    """Raised by a contender that cannot run. It is raised on every stage, so that no stage waits for another."""
 
 
 @dataclass(frozen=True)
-class Rival:
+class Contender:
     name: str
     num_microbatches: int
     schedule: str = ""
@@ -106,7 +106,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class StageRun:
-    """Measurements of one run of a rival on one stage."""
+    """Measurements of one run of a contender on one stage."""
 
     ends: list[float]
     """Moments at which the steady steps ended."""
@@ -161,38 +161,40 @@ class Ticks:
         return [self._events[0].elapsed_time(event) / 1000 for event in self._events]
 
 
-def run(rival: Rival, workload: str | GpuSetting, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
-    """Runs one stage of one run of a rival. Raises Refused on every stage if the schedule cannot run."""
-    placement = rival.placement(transport.num_stages)
+def run(
+    contender: Contender, workload: str | GpuSetting, unbalanced: bool, transport: Transport, num_steps: int
+) -> StageRun:
+    """Runs one stage of one run of a contender. Raises Refused on every stage if the schedule cannot run."""
+    placement = contender.placement(transport.num_stages)
     if isinstance(workload, str):
-        return _run(rival, WORKLOADS[workload](placement, unbalanced), unbalanced, transport, num_steps)
+        return _run(contender, WORKLOADS[workload](placement, unbalanced), unbalanced, transport, num_steps)
     assert isinstance(transport, ProcessTransport)
     device = transport.device
     if device.type == "cuda":
-        gc.collect()  # frees the pipeline of the previous rival, which has reference cycles
+        gc.collect()  # frees the pipeline of the previous contender, which has reference cycles
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    has_tied = workload.tied and rival.schedule in TYING
-    made = on_gpu(workload, placement, device, has_tied, rival.as_trained)
-    measured = _run(rival, made, unbalanced, transport, num_steps)
+    has_tied = workload.tied and contender.schedule in TYING
+    made = on_gpu(workload, placement, device, has_tied, contender.as_trained)
+    measured = _run(contender, made, unbalanced, transport, num_steps)
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return replace(measured, memory_bytes=memory)
 
 
-def _run(rival: Rival, made: Workload, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
-    if rival.engine == "slipstream":
-        return _run_slipstream(rival, made, transport, num_steps)
-    if rival.engine == "torch":
+def _run(contender: Contender, made: Workload, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
+    if contender.engine == "slipstream":
+        return _run_slipstream(contender, made, transport, num_steps)
+    if contender.engine == "torch":
         assert isinstance(transport, ProcessTransport)
-        with transport.process_group():  # so that gloo's threads do not disturb the other rivals
-            return _run_torch(rival, made, unbalanced, transport, num_steps)
-    return _run_bare(rival, made, transport, num_steps)
+        with transport.process_group():  # so that gloo's threads do not disturb the other contenders
+            return _run_torch(contender, made, unbalanced, transport, num_steps)
+    return _run_bare(contender, made, transport, num_steps)
 
 
-def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+def _run_slipstream(contender: Contender, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
     try:
-        plan = rival.plan(transport.num_stages, num_steps)
+        plan = contender.plan(transport.num_stages, num_steps)
     except ScheduleError as error:
         raise Refused(str(error)) from error
     assert plan.num_steps is not None
@@ -202,11 +204,11 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
         data=workload.data,
         loss=workload.loss,
         optimizer=workload.groups or workload.optimizer,
-        num_microbatches=rival.num_microbatches,
+        num_microbatches=contender.num_microbatches,
         num_steps=plan.num_steps,
-        schedule=rival.schedule,
-        depth=rival.depth,
-        clip_norm=rival.clip_norm,
+        schedule=contender.schedule,
+        depth=contender.depth,
+        clip_norm=contender.clip_norm,
         layers_per_stage=workload.sizes,
         track_alignment=False,
         prepare=workload.prepare,
@@ -216,11 +218,11 @@ def _run_slipstream(rival: Rival, workload: Workload, transport: Transport, num_
     ends = [time.perf_counter() for report in pipeline.run() if isinstance(report, StepReport)]
     clock, num_warm_up = pipeline.clock, workload.num_warm_up_steps
     if workload.device.type == "cuda":  # the host runs ahead of the device
-        ends = _ends_on_device(clock.spans, rival.num_microbatches)
+        ends = _ends_on_device(clock.spans, contender.num_microbatches)
     facts = {"peak_in_flight": float(pipeline.peak_in_flight)}
     num_steady = plan.num_steps - (0 if plan.traits.flushes else 2)
-    costs = _costs(clock, rival.num_microbatches, num_warm_up, num_steady)
-    return StageRun(steady(ends[num_warm_up:], rival.schedule), costs, facts)
+    costs = _costs(clock, contender.num_microbatches, num_warm_up, num_steady)
+    return StageRun(steady(ends[num_warm_up:], contender.schedule), costs, facts)
 
 
 def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]:
@@ -259,8 +261,10 @@ def _costs(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: in
     )
 
 
-def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
-    placement = rival.placement(transport.num_stages)
+def _run_torch(
+    contender: Contender, workload: Workload, unbalanced: bool, transport: Transport, num_steps: int
+) -> StageRun:
+    placement = contender.placement(transport.num_stages)
     indices = placement.chunks(transport.stage)
     modules = [workload.chunk(index) for index in indices]
     assert isinstance(transport, ProcessTransport)
@@ -269,12 +273,12 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
         PipelineStage(module, index, placement.num_chunks, workload.device, group=group)
         for module, index in zip(modules, indices, strict=True)
     ]
-    make: Any = getattr(pipelining, rival.schedule, None)
+    make: Any = getattr(pipelining, contender.schedule, None)
     if make is None:
-        raise Refused(f"torch {torch.__version__} has no {rival.schedule}")
+        raise Refused(f"torch {torch.__version__} has no {contender.schedule}")
     try:
         schedule = make(
-            stages[0] if placement.shape == "single" else stages, rival.num_microbatches, loss_fn=workload.loss
+            stages[0] if placement.shape == "single" else stages, contender.num_microbatches, loss_fn=workload.loss
         )
     except ValueError as error:
         raise Refused(f"torch says: {error}") from error
@@ -282,7 +286,7 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
     has_first, has_last = 0 in indices, placement.num_chunks - 1 in indices
     ticks = Ticks(workload.device)
     for step in range(num_steps):
-        pairs = [workload.data(step, microbatch) for microbatch in range(rival.num_microbatches)]
+        pairs = [workload.data(step, microbatch) for microbatch in range(contender.num_microbatches)]
         inputs = (torch.cat([x for x, _ in pairs]),) if has_first else ()
         targets: dict[str, Any] = {"target": torch.cat([y for _, y in pairs]), "losses": []} if has_last else {}
         schedule.step(*inputs, **targets, return_outputs=False)
@@ -291,7 +295,7 @@ def _run_torch(rival: Rival, workload: Workload, unbalanced: bool, transport: Tr
         ticks.tick()
     order = getattr(schedule, "pipeline_order", None) if placement.shape != "single" else None
     ideal_step = replayed_step_time(order, placement, work_of(transport.num_stages, unbalanced)) if order else None
-    ends = steady(ticks.seconds()[workload.num_warm_up_steps :], rival.schedule)
+    ends = steady(ticks.seconds()[workload.num_warm_up_steps :], contender.schedule)
     return StageRun(ends, facts={} if ideal_step is None else {"ideal_step": ideal_step})
 
 
@@ -305,7 +309,7 @@ def nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
     return dist.new_group(backend="nccl", timeout=FOREVER, pg_options=options)
 
 
-def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+def _run_bare(contender: Contender, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
     """Runs the same work without a pipeline: every process runs its own layers alone and sends no messages."""
     module = workload.chunk(transport.stage)
     inputs, targets = workload.data(0, 0)
@@ -318,7 +322,7 @@ def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps:
     is_last = transport.stage == transport.num_stages - 1
     ticks = Ticks(workload.device)
     for _ in range(num_steps):
-        for _ in range(rival.num_microbatches):
+        for _ in range(contender.num_microbatches):
             own = inputs.clone().requires_grad_(inputs.is_floating_point())
             outputs = module(own)
             if is_last:
@@ -326,4 +330,4 @@ def _run_bare(rival: Rival, workload: Workload, transport: Transport, num_steps:
             else:
                 outputs.backward(torch.ones_like(outputs))
         ticks.tick()
-    return StageRun(steady(ticks.seconds()[workload.num_warm_up_steps :], rival.schedule))
+    return StageRun(steady(ticks.seconds()[workload.num_warm_up_steps :], contender.schedule))

@@ -1,5 +1,5 @@
 """Draws the matrix: one panel per number of stages, one group of bars per number of microbatches m, one bar per
-rival."""
+contender."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from .matrix import AS_TRAINED, OUR_RIVALS, TORCH_RIVALS
+from .matrix import AS_TRAINED, OUR_CONTENDERS, TORCH_CONTENDERS
 from .results import Row
 from .turns import World
 
 COLOURS = {
-    **dict(zip(TORCH_RIVALS, ("#c7ccd1", "#aab2b9", "#8d979f", "#727d86", "#57626b", "#3d4850"), strict=True)),
-    **dict(zip(OUR_RIVALS, ("#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7"), strict=True)),
+    **dict(zip(TORCH_CONTENDERS, ("#c7ccd1", "#aab2b9", "#8d979f", "#727d86", "#57626b", "#3d4850"), strict=True)),
+    **dict(zip(OUR_CONTENDERS, ("#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7"), strict=True)),
     AS_TRAINED: "#f0e442",
 }
-"""Colours of the rivals: greys for torch, the colours of Okabe and Ito for slipstream."""
+"""Colours of the contenders: greys for torch, the colours of Okabe and Ito for slipstream."""
 IDEAL = "#d55e00"
 
 
 def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> Path | None:
-    """Draws the utilisation of all worlds with equal processes and without injected latency. Returns None if matplotlib
-    is missing or there is nothing to draw."""
+    """Draws the utilisation of all worlds with equal processes and the usual links. Returns None if matplotlib is
+    missing or there is nothing to draw."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     panels: dict[str, dict[int, Sequence[Row]]] = {}
     for world, of_world in zip(worlds, rows, strict=True):
-        first = world.rivals[0]
-        if not world.unbalanced and not first.latency_seconds and any(row.utilisation for row in of_world):
+        first = world.contenders[0]
+        is_usual = not world.unbalanced and world.shared_memory and not first.latency_seconds
+        if is_usual and any(row.utilisation for row in of_world):
             name = f"{world.workload} compute, P = {world.num_stages}"
             panels.setdefault(name, {})[first.num_microbatches] = of_world
     if not panels:
@@ -45,10 +46,10 @@ def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> 
     colours = {name: colour for name, colour in COLOURS.items() if name in names}
     width = 0.85 / len(colours)
     for axes, (name, groups) in zip(grid.flat, panels.items(), strict=True):
-        for place, (rival, colour) in enumerate(colours.items()):
-            label: str | None = rival
+        for place, (contender, colour) in enumerate(colours.items()):
+            label: str | None = contender
             for group, of_world in enumerate(groups.values()):
-                row = next((row for row in of_world if row.name == rival), None)
+                row = next((row for row in of_world if row.name == contender), None)
                 if row is None or row.utilisation is None:
                     continue
                 x, spread = group + (place - (len(colours) - 1) / 2) * width, row.utilisation

@@ -1,4 +1,4 @@
-"""The matrix of `slipstream bench`: which rivals run on which workloads, how often and for how many steps."""
+"""The matrix of `slipstream bench`: which contenders run on which workloads, how often and for how many steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schedule import TRAITS
-from .contenders import BARE_LOOP, Rival, num_steps_to_fill
+from .contenders import BARE_LOOP, Contender, num_steps_to_fill
 from .turns import World
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_GPU_WARM_UP_STEPS, SLOW_FACTOR, GpuSetting
 
@@ -25,7 +25,7 @@ GPU_FLOPS, GPU_TURN_SECONDS = 1e14, 4.0
 """Rough FLOP/s of a process, and rough time of a turn before its first step. They are only used to estimate how long a
 run takes."""
 
-TORCH_RIVALS = {
+TORCH_CONTENDERS = {
     "torch GPipe": "ScheduleGPipe",
     "torch 1F1B": "Schedule1F1B",
     "torch Interleaved1F1B": "ScheduleInterleaved1F1B",
@@ -33,7 +33,7 @@ TORCH_RIVALS = {
     "torch ZBVZeroBubble": "ScheduleZBVZeroBubble",
     "torch DualPipeV": "ScheduleDualPipeV",
 }
-OUR_RIVALS = {
+OUR_CONTENDERS = {
     "slipstream one_f_one_b": ("one_f_one_b", "minimum"),
     "slipstream two_bw": ("two_bw", "minimum"),
     "slipstream two_bw, double depth": ("two_bw", "double"),
@@ -55,7 +55,8 @@ class Extent:
 
 def worlds(extent: Extent) -> list[World]:
     """Returns the worlds of the matrix: m = P, 2P and 4P with equal stages. At m = 2P it adds a world with one
-    expensive stage and, for emulated compute, one with slow links."""
+    expensive stage. For emulated compute it adds one with slow links, and at m = P one in which slipstream sends over
+    gloo, as torch always does, and clips."""
     if extent.quick:
         emulated = [_world("emulated", p, p, extent, QUICK_NUM_STEPS) for p in extent.emulated_stages]
         return emulated + (
@@ -68,6 +69,12 @@ def worlds(extent: Extent) -> list[World]:
             matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], unbalanced=True))
             if workload == "emulated":
                 matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], latency_seconds=LATENCY_SECONDS))
+                over_gloo = (
+                    Contender("torch 1F1B", p, "Schedule1F1B"),
+                    Contender("slipstream two_bw", p, "two_bw"),
+                    Contender("slipstream two_bw, clipping", p, "two_bw", clip_norm=1.0),
+                )
+                matrix.append(World(workload, p, over_gloo, extent.num_rounds, NUM_STEPS[1], shared_memory=False))
     return matrix
 
 
@@ -81,19 +88,19 @@ def _world(
     latency_seconds: float = 0.0,
 ) -> World:
     ours = _ours(num_microbatches, latency_seconds)
-    rivals = ours if latency_seconds else [*_others(num_microbatches), *ours]
-    return World(workload, num_stages, tuple(rivals), extent.num_rounds, num_steps, unbalanced)
+    contenders = ours if latency_seconds else [*_others(num_microbatches), *ours]
+    return World(workload, num_stages, tuple(contenders), extent.num_rounds, num_steps, unbalanced)
 
 
-def _others(num_microbatches: int) -> list[Rival]:
-    theirs = [Rival(name, num_microbatches, schedule) for name, schedule in TORCH_RIVALS.items()]
-    return [Rival(BARE_LOOP, num_microbatches), *theirs]
+def _others(num_microbatches: int) -> list[Contender]:
+    theirs = [Contender(name, num_microbatches, schedule) for name, schedule in TORCH_CONTENDERS.items()]
+    return [Contender(BARE_LOOP, num_microbatches), *theirs]
 
 
-def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Rival]:
+def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Contender]:
     return [
-        Rival(name, num_microbatches, schedule, depth, latency_seconds=latency_seconds)
-        for name, (schedule, depth) in OUR_RIVALS.items()
+        Contender(name, num_microbatches, schedule, depth, latency_seconds=latency_seconds)
+        for name, (schedule, depth) in OUR_CONTENDERS.items()
     ]
 
 
@@ -102,27 +109,27 @@ def gpu_worlds(
 ) -> list[World]:
     """Returns one world for each number of microbatches.
 
-    words: names of rivals, or parts of names. Empty means all rivals."""
+    words: names of contenders, or parts of names. Empty means all contenders."""
     matrix = []
     for m in microbatches:
-        bare, *others = [*_others(m), *_ours(m), Rival(AS_TRAINED, m, "two_bw", as_trained=True)]
-        names = [rival.name for rival in others]
+        bare, *others = [*_others(m), *_ours(m), Contender(AS_TRAINED, m, "two_bw", as_trained=True)]
+        names = [contender.name for contender in others]
         wanted = [name for name in names if not words or any(_is_meant(name, word, names) for word in words)]
-        rivals = [bare, *(rival for rival in others if rival.name in wanted)]
+        contenders = [bare, *(contender for contender in others if contender.name in wanted)]
         num_steps = NUM_GPU_WARM_UP_STEPS + max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m))
         num_steps = min(num_steps, NUM_GPU_WARM_UP_STEPS + GPU_NUM_STEPS)
-        matrix.append(World("cuda", num_stages, tuple(rivals), num_rounds, num_steps, gpu=setting))
+        matrix.append(World("cuda", num_stages, tuple(contenders), num_rounds, num_steps, gpu=setting))
     return matrix
 
 
 def _is_meant(name: str, word: str, names: Sequence[str]) -> bool:
-    """Returns whether a word selects a rival. A word that is the full name of a rival selects only that rival, even if
-    other names contain it."""
+    """Returns whether a word selects a contender. A word that is the full name of a contender selects only that
+    contender, even if other names contain it."""
     return name == word if word in names else word in name
 
 
 def title(world: World) -> str:
-    first = world.rivals[0]
+    first = world.contenders[0]
     parts = [
         f"{world.workload} compute",
         f"P = {world.num_stages}",
@@ -131,23 +138,25 @@ def title(world: World) -> str:
     ]
     if world.gpu is not None:
         parts[-1] = "a GPU each" if world.gpu.share is None else f"{world.gpu.share} % of one GPU each"
+    if not world.shared_memory:
+        parts.append("all links over gloo")
     if first.latency_seconds:
         parts.append(f"{1000 * first.latency_seconds:g} ms links")
     return ", ".join(parts)
 
 
-def guessed_seconds(world: World, rival: Rival) -> float:
-    """Returns the estimated time of one turn of a rival. It is only used for the progress bar."""
+def guessed_seconds(world: World, contender: Contender) -> float:
+    """Returns the estimated time of one turn of a contender. It is only used for the progress bar."""
     if world.gpu is not None:
         weights = world.gpu.blocks * 12 * world.gpu.dim**2
         seconds = 6 * weights * world.gpu.tokens_per_microbatch / GPU_FLOPS
-        return GPU_TURN_SECONDS + seconds * rival.num_microbatches * world.num_steps
+        return GPU_TURN_SECONDS + seconds * contender.num_microbatches * world.num_steps
     seconds = FORWARD_SECONDS + BACKWARD_SECONDS if world.workload == "emulated" else REAL_SECONDS
-    num_steps = world.num_steps + num_steps_to_fill(rival.schedule, world.num_stages) - 1
-    never_drains = not rival.schedule or (rival.schedule in TRAITS and not TRAITS[rival.schedule].flushes)
+    num_steps = world.num_steps + num_steps_to_fill(contender.schedule, world.num_stages) - 1
+    never_drains = not contender.schedule or (contender.schedule in TRAITS and not TRAITS[contender.schedule].flushes)
     bubble = 1.0 if never_drains else 1.4
-    return seconds * rival.num_microbatches * num_steps * bubble * (SLOW_FACTOR if world.unbalanced else 1.0)
+    return seconds * contender.num_microbatches * num_steps * bubble * (SLOW_FACTOR if world.unbalanced else 1.0)
 
 
 def total_seconds(world: World) -> float:
-    return world.num_rounds * sum(guessed_seconds(world, rival) for rival in world.rivals)
+    return world.num_rounds * sum(guessed_seconds(world, contender) for contender in world.contenders)

@@ -1,5 +1,5 @@
-"""Measures the memory of a rival on a CPU. Each rival runs in separate processes and is not timed, because a process
-keeps memory that an earlier rival has freed.
+"""Measures the memory of a contender on a CPU. Each contender runs in separate processes and is not timed, because a
+process keeps memory that an earlier contender has freed.
 
 The result is the peak resident size of a process minus its resident size before anything was created. So it includes
 weights and their versions, gradients, optimizer state, activations and messages. It works only on Linux.
@@ -15,17 +15,17 @@ from pathlib import Path
 from ...errors import StageFailure
 from ...transport.base import Transport
 from ...transport.launch import launch
-from .contenders import Refused, Rival, run
+from .contenders import Contender, Refused, run
 from .turns import TIMEOUT_SECONDS, World, settle_stage
 
 NUM_STEPS = 3
 
 
-def peak_memory(rival: Rival, world: World) -> list[int] | None:
+def peak_memory(contender: Contender, world: World) -> list[int] | None:
     """Returns the bytes of every process. None means that they cannot be measured."""
     if platform.system() != "Linux":
         return None
-    worker = partial(_grow, rival=rival, world=world)
+    worker = partial(_grow, contender=contender, world=world)
     try:
         grown = launch(worker, world.num_stages, timeout_seconds=TIMEOUT_SECONDS, start_method="fork")
     except StageFailure:
@@ -33,11 +33,11 @@ def peak_memory(rival: Rival, world: World) -> list[int] | None:
     return None if None in grown else [each for each in grown if each is not None]
 
 
-def _grow(transport: Transport, rival: Rival, world: World) -> int | None:
+def _grow(transport: Transport, contender: Contender, world: World) -> int | None:
     settle_stage(transport.stage, transport.num_stages)
     before = _kibibytes("VmRSS")
     try:
-        run(rival, world.layers, world.unbalanced, transport, NUM_STEPS)
+        run(contender, world.layers, world.unbalanced, transport, NUM_STEPS)
     except Refused:
         return None
     peak = _kibibytes("VmHWM")

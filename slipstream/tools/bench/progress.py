@@ -1,5 +1,5 @@
 """The progress bar over the whole matrix. Stage 0 draws it between two turns, because a drawing thread would cost a
-rival time. With GPUs, the process that started the stages draws it."""
+contender time. With GPUs, the process that started the stages draws it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Bar:
             progress.stop()
             return
         number, index = turn
-        world, rivals = self._world, self._world.rivals
+        world, contenders = self._world, self._world.contenders
         done = self._before + number * total_seconds(world) / world.num_rounds
-        done += sum(guessed_seconds(world, rival) for rival in rivals[:index])
-        words = f"{title(world)}, round {number + 1}/{world.num_rounds}: {rivals[index].name}"
+        done += sum(guessed_seconds(world, contender) for contender in contenders[:index])
+        words = f"{title(world)}, round {number + 1}/{world.num_rounds}: {contenders[index].name}"
         progress.update(task, completed=done, description=words, left=minutes(self._total - done), refresh=True)
 
     def _start(self) -> tuple[Progress, TaskID]:

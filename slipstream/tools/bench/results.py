@@ -18,7 +18,7 @@ from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
 from .turns import Outcome, Round, World
 
 YARDSTICK = "torch 1F1B"
-"""The rival to which the speed of all others is compared on GPUs."""
+"""The contender to which the speed of all others is compared on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one rival in one world."""
+    """The results of one contender in one world."""
 
     name: str
     step_seconds: Spread | None
-    """Time of a step. None means that the rival completed no round; `failure` has the reason."""
+    """Time of a step. None means that the contender completed no round; `failure` has the reason."""
     per_second: float | None
     """Microbatches per second for emulated compute, otherwise tokens per second."""
     utilisation: Spread | None
@@ -66,29 +66,29 @@ MAX_UTILISATION, MAX_DIFFERENCE = 1.02, 0.1
 
 
 def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[list[int] | None]) -> list[Row]:
-    bare = next((outcome for outcome in outcomes if outcome.rival.engine == "bare"), None)
+    bare = next((outcome for outcome in outcomes if outcome.contender.engine == "bare"), None)
     return [_row(world, outcome, bare, bytes_) for outcome, bytes_ in zip(outcomes, memory, strict=True)]
 
 
 def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int] | None) -> Row:
-    rival, rounds = outcome.rival, outcome.rounds
+    contender, rounds = outcome.contender, outcome.rounds
     if world.workload != "emulated":  # the work is the time without a pipeline, in the same round
         works = [each.facts["mean_stage_seconds"] for each in bare.rounds] if bare else []
     else:
-        works = [nominal_seconds(rival, world)] * len(rounds)
+        works = [nominal_seconds(contender, world)] * len(rounds)
     utilisations = [work / each.seconds_per_step for work, each in zip(works, rounds, strict=False)]
-    predictions = [predicted_seconds(rival, world, each) for each in rounds if each.costs]
+    predictions = [predicted_seconds(contender, world, each) for each in rounds if each.costs]
     differences = [p / each.seconds_per_step - 1 for p, each in zip(predictions, rounds, strict=False)]
     overheads = [statistics.fmean(stage.overhead for stage in each.costs) for each in rounds if each.costs]
     on_the_cpu = [statistics.fmean(stage.overhead_cpu for stage in each.costs) for each in rounds if each.costs]
-    shares = [_busy_share(rival.num_microbatches, each) for each in rounds if each.costs]
-    units = rival.num_microbatches * world.units_per_microbatch
+    shares = [_busy_share(contender.num_microbatches, each) for each in rounds if each.costs]
+    units = contender.num_microbatches * world.units_per_microbatch
     return Row(
-        name=rival.name,
+        name=contender.name,
         step_seconds=Spread.of(outcome.seconds_per_step),
         per_second=units / outcome.median_seconds if rounds else None,
         utilisation=Spread.of(utilisations),
-        ideal=ideal_utilisation(rival, world, rounds[0].facts) if rounds else None,
+        ideal=ideal_utilisation(contender, world, rounds[0].facts) if rounds else None,
         busy=statistics.median(shares) if shares else None,
         overhead_seconds=statistics.median(overheads) if overheads else None,
         overhead_cpu_seconds=statistics.median(on_the_cpu) if on_the_cpu else None,
@@ -165,7 +165,7 @@ def _columns(world: World, rows: Sequence[Row]) -> list[Column]:
     yardstick = next((row.per_second for row in rows if row.name == YARDSTICK), None)
     unit, form, scale = ("GiB", ".1f", 2**-30) if is_gpu else ("MiB", ".0f", 2**-20)
     speed: list[Column] = [
-        ("rival", lambda row: row.name),
+        ("contender", lambda row: row.name),
         (
             "microbatches/s" if is_emulated else "tokens/s",
             lambda row: _number(row.per_second, ".1f" if is_emulated else ",.0f"),
@@ -248,8 +248,8 @@ def document(
     started: datetime.datetime,
     gpu: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns all results: settings, every round of every rival, and the rows computed from them. gpu: the description
-    of the GPU."""
+    """Returns all results: settings, every round of every contender, and the rows computed from them. gpu: the
+    description of the GPU."""
     return {
         "started": started.isoformat(timespec="seconds"),
         "machine": {
@@ -264,8 +264,8 @@ def document(
         "worlds": [
             {
                 "title": title(world),
-                **{name: value for name, value in asdict(world).items() if name != "rivals"},
-                "rivals": [
+                **{name: value for name, value in asdict(world).items() if name != "contenders"},
+                "contenders": [
                     {"row": asdict(row), **asdict(outcome)} for row, outcome in zip(of_rows, of_outcomes, strict=True)
                 ],
             }

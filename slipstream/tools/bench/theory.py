@@ -1,5 +1,5 @@
-"""Computes the ideal utilisation of a rival's schedule, and the step time that the simulator predicts from slipstream's
-measured costs."""
+"""Computes the ideal utilisation of a contender's schedule, and the step time that the simulator predicts from
+slipstream's measured costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import fmean
 
 from ...schedule import SCHEDULES, TRAITS, Op, Schedule, ScheduleError
 from ...schedule.simulate import Costs, min_steady_steps, simulate
-from .contenders import Rival, steady
+from .contenders import Contender, steady
 from .turns import Round, World
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, work_of
 
@@ -17,54 +17,54 @@ NUM_SETTLING_STEPS = 8
 """Number of simulated steps after the pipeline has filled. Stages of unequal cost need them to reach a steady state."""
 
 
-def nominal_seconds(rival: Rival, world: World) -> float:
+def nominal_seconds(contender: Contender, world: World) -> float:
     """Returns the work of a process in a step of emulated compute, averaged over processes."""
     share = fmean(work_of(world.num_stages, world.unbalanced))
-    return share * rival.num_microbatches * (FORWARD_SECONDS + BACKWARD_SECONDS)
+    return share * contender.num_microbatches * (FORWARD_SECONDS + BACKWARD_SECONDS)
 
 
-def ideal_utilisation(rival: Rival, world: World, facts: dict[str, float]) -> float | None:
+def ideal_utilisation(contender: Contender, world: World, facts: dict[str, float]) -> float | None:
     """Returns the utilisation with nominal costs: a backward costs two forwards, injected latency counts, and
     everything else is free. None means that it is unknown."""
-    if rival.engine == "bare":
+    if contender.engine == "bare":
         work = work_of(world.num_stages, world.unbalanced)
         return fmean(work) / max(work)
-    name = SAME_AS.get(rival.schedule, rival.schedule)
+    name = SAME_AS.get(contender.schedule, contender.schedule)
     if name not in SCHEDULES:
         step = facts.get("ideal_step")
         share = fmean(work_of(world.num_stages, world.unbalanced))
-        return None if step is None else share * rival.num_microbatches / step
+        return None if step is None else share * contender.num_microbatches / step
     work = work_of(world.num_stages, world.unbalanced)
     costs = Costs(
         forward=[share * FORWARD_SECONDS for share in work],
         backward=[share * BACKWARD_SECONDS for share in work],
-        latency=rival.latency_seconds,
+        latency=contender.latency_seconds,
     )
     try:
         endless = Schedule(
             name,
             world.num_stages,
-            rival.num_microbatches,
-            depth=rival.depth,
-            global_update=rival.clip_norm is not None or TRAITS[name].has_slack,
+            contender.num_microbatches,
+            depth=contender.depth,
+            global_update=contender.clip_norm is not None or TRAITS[name].has_slack,
         )
     except ScheduleError:
         return None
     bounded = Schedule(
         name,
         world.num_stages,
-        rival.num_microbatches,
+        contender.num_microbatches,
         min_steady_steps(endless) + NUM_SETTLING_STEPS,
-        depth=rival.depth,
+        depth=contender.depth,
         global_update=endless.global_update,
     )
-    return nominal_seconds(rival, world) / simulate(bounded, costs).step_time
+    return nominal_seconds(contender, world) / simulate(bounded, costs).step_time
 
 
-def predicted_seconds(rival: Rival, world: World, measured: Round) -> float:
+def predicted_seconds(contender: Contender, world: World, measured: Round) -> float:
     """Returns the step time that the simulator predicts for slipstream. It simulates the same schedule, number of steps
     and steady window, with the measured times of the actions, the executor and a message."""
-    schedule = rival.plan(world.num_stages, world.num_steps)
+    schedule = contender.plan(world.num_stages, world.num_steps)
     stages = measured.costs
     in_background = schedule.traits.has_slack
     last_to_come = min(stage.sums for stage in stages)

@@ -1,8 +1,8 @@
-"""Runs the rivals interleaved: they take turns in one world of processes, round after round, so that noise affects all
-of them.
+"""Runs the contenders interleaved: they take turns in one world of processes, round after round, so that noise affects
+all of them.
 
-If a rival fails, all processes of its world end. The other rivals continue in a new world where they stopped: stage 0
-keeps a log file of all turns that have started and ended, and the file outlives the process.
+If a contender fails, all processes of its world end. The other contenders continue in a new world where they stopped:
+stage 0 keeps a log file of all turns that have started and ended, and the file outlives the process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ...errors import RunFailure, StageFailure
 from ...transport.base import Transport, gather_objects
 from ...transport.launch import launch
 from ...transport.process import ProcessTransport
-from .contenders import SPLITTING, Refused, Rival, StageCosts, StageRun, run
+from .contenders import SPLITTING, Contender, Refused, StageCosts, StageRun, run
 from .links import link_latency, message_seconds
 from .workloads import DIVISIBLE, SEQUENCE_LENGTH, GpuSetting, sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
-"""Time without a message after which a rival counts as hanging."""
+"""Time without a message after which a contender counts as hanging."""
 GPU_TIMEOUT_SECONDS = 60.0
 """The same timeout on GPUs. There it also limits a whole turn, because NCCL does not always detect that it hangs."""
 LAST_RESORT_SECONDS = 15.0
@@ -49,12 +49,12 @@ MODEL_DIM = 256
 
 @dataclass(frozen=True)
 class World:
-    """A set of rivals, and the workload, number of stages and number of rounds with which they run."""
+    """A set of contenders, and the workload, number of stages and number of rounds with which they run."""
 
     workload: str
     """Workload: emulated, real or cuda."""
     num_stages: int
-    rivals: tuple[Rival, ...]
+    contenders: tuple[Contender, ...]
     num_rounds: int
     num_steps: int
     """Number of steps in a run. At least 5, because `steady` drops the ends of up to three steps, and a step time needs
@@ -74,22 +74,24 @@ class World:
 
     @property
     def layers(self) -> str | GpuSetting:
-        """Returns the workload as an argument of `run`. If one rival splits backwards into halves, all rivals get
-        layers that support this."""
+        """Returns the workload as an argument of `run`. If one contender splits backwards into halves, all contenders
+        get layers that support this."""
         if self.gpu is not None:
             return self.gpu
-        is_divided = self.workload == "emulated" and any(rival.schedule in SPLITTING for rival in self.rivals)
+        is_divided = self.workload == "emulated" and any(
+            contender.schedule in SPLITTING for contender in self.contenders
+        )
         return DIVISIBLE if is_divided else self.workload
 
 
 @dataclass(frozen=True)
 class Round:
-    """Measurements of one run of a rival, over all stages."""
+    """Measurements of one run of a contender, over all stages."""
 
     seconds_per_step: float
     """Time of a step on the slowest stage."""
     costs: tuple[StageCosts, ...] = ()
-    """Costs of every stage. Empty for rivals that are not slipstream's."""
+    """Costs of every stage. Empty for contenders that are not slipstream's."""
     message_seconds: float = 0.0
     """Time of a message from one stage to the next, including injected latency. A ping at the start of the world
     measures it."""
@@ -100,9 +102,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All rounds of one rival in one world."""
+    """All rounds of one contender in one world."""
 
-    rival: Rival
+    contender: Contender
     rounds: tuple[Round, ...]
     failure: str = ""
     """Reason why there are no more rounds. Empty if there is none."""
@@ -117,7 +119,7 @@ class Outcome:
 
 
 Turn = tuple[int, int]
-"""Number of a round, and index of the rival that runs."""
+"""Number of a round, and index of the contender that runs."""
 OnTurn = Callable[[Turn | None], None]
 
 
@@ -136,16 +138,16 @@ def _say_nothing(turn: Turn | None) -> None:
 def compete(
     world: World, on_turn: OnTurn = _say_nothing, after_failure: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    """Runs a world and returns the outcome of every rival, in the order of world.rivals.
+    """Runs a world and returns the outcome of every contender, in the order of world.contenders.
 
     on_turn: called before every turn, and with None after the last one. On CPUs the process of stage 0 calls it. On
     GPUs this process calls it, because spawned processes could receive it only if it can be pickled.
 
     after_failure: called when the processes of a world ended too early."""
     torch.set_num_threads(1)  # this process computes nothing, and fork is safe if there was never a second thread
-    todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.rivals))]
-    rounds: list[list[Round]] = [[] for _ in world.rivals]
-    failures = [""] * len(world.rivals)
+    todo = [(number, index) for number in range(world.num_rounds) for index in range(len(world.contenders))]
+    rounds: list[list[Round]] = [[] for _ in world.contenders]
+    failures = [""] * len(world.contenders)
     interrupt: BaseException | None = None
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
@@ -175,14 +177,14 @@ def compete(
                 break
             after_failure()
             if begun is None:
-                raise RunFailure(f"the stages failed between two rivals: {failure}")
+                raise RunFailure(f"the stages failed between two contenders: {failure}")
             failures[begun[1]] = failure
             todo = [turn for turn in todo if not failures[turn[1]]]
     if world.gpu is not None:
         on_turn(None)
     outcomes = [
-        Outcome(rival, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
-        for index, rival in enumerate(world.rivals)
+        Outcome(contender, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
+        for index, contender in enumerate(world.contenders)
     ]
     if interrupt is not None:
         raise Stopped(outcomes) from interrupt
@@ -239,8 +241,8 @@ def _round_from(values: dict[str, Any]) -> Round:
 
 
 def settle_stage(stage: int, num_stages: int) -> None:
-    """Sets up a stage process equally for every rival: one thread, BLAS without oneDNN, and exact sleeps. If there are
-    fewer cores than stages, it pins each stage to one core, and neighbours to different cores."""
+    """Sets up a stage process equally for every contender: one thread, BLAS without oneDNN, and exact sleeps. If there
+    are fewer cores than stages, it pins each stage to one core, and neighbours to different cores."""
     if platform.system() == "Linux" and num_stages > len(cores := sorted(os.sched_getaffinity(0))):
         os.sched_setaffinity(0, {cores[stage % len(cores)]})
     torch.set_num_threads(1)
@@ -261,7 +263,7 @@ def _take_turns_on_gpu(transport: Transport, world: World, todo: Sequence[Turn],
 
 @contextmanager
 def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
-    """Ends this process if a rival hangs, after it has notified the other stages."""
+    """Ends this process if a contender hangs, after it has notified the other stages."""
 
     def give_up() -> None:
         faulthandler.dump_traceback()
@@ -290,9 +292,9 @@ def _message(world: World, transport: Transport) -> torch.Tensor:
 def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
     if world.gpu is None:
         settle_stage(transport.stage, transport.num_stages)
-    ours = [world.rivals[index] for _, index in todo if world.rivals[index].engine == "slipstream"]
+    ours = [world.contenders[index] for _, index in todo if world.contenders[index].engine == "slipstream"]
     pings = {}
-    for latency in sorted({rival.latency_seconds for rival in ours}):
+    for latency in sorted({contender.latency_seconds for contender in ours}):
         with link_latency(transport, latency):
             pings[latency] = message_seconds(transport, (_message(world, transport),))
     is_first = transport.stage == 0
@@ -304,17 +306,17 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
                 file.write(json.dumps({"turn": turn, **entry}) + "\n")
 
     for turn in todo:
-        rival = world.rivals[turn[1]]
+        contender = world.contenders[turn[1]]
         if turn[1] in refused:
             continue
         if is_first:
             on_turn(turn)
         write(turn)
         meet(transport)
-        deadline = nullcontext() if world.gpu is None else _turn_deadline(transport, rival.name)
+        deadline = nullcontext() if world.gpu is None else _turn_deadline(transport, contender.name)
         try:
-            with deadline, link_latency(transport, rival.latency_seconds):
-                own = run(rival, world.layers, world.unbalanced, transport, world.num_steps)
+            with deadline, link_latency(transport, contender.latency_seconds):
+                own = run(contender, world.layers, world.unbalanced, transport, world.num_steps)
         except Refused as refusal:
             refused.add(turn[1])
             write(turn, refusal=str(refusal))
@@ -324,7 +326,7 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
         result = Round(
             seconds_per_step=max(stage.seconds_per_step for stage in stages),
             costs=tuple(stage.costs for stage in stages if stage.costs is not None),
-            message_seconds=pings.get(rival.latency_seconds, 0.0) if rival.engine == "slipstream" else 0.0,
+            message_seconds=pings.get(contender.latency_seconds, 0.0) if contender.engine == "slipstream" else 0.0,
             facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},
             memory_bytes=max((s.memory_bytes for s in stages if s.memory_bytes is not None), default=None),
         )

@@ -1,8 +1,8 @@
 """The workloads of the benchmark: stages that sleep, which show only the effect of the schedule, a small decoder, and a
 larger decoder for GPUs.
 
-A workload is a list of layers and the number of layers in every chunk. The rival's schedule decides whether a process
-holds one chunk or two. The work of a process is the same in both cases.
+A workload is a list of layers and the number of layers in every chunk. The contender's schedule decides whether a
+process holds one chunk or two. The work of a process is the same in both cases.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class GpuSetting:
     """Number of sequences in a microbatch."""
     vocabulary: int = 256
     tied: bool = False
-    """Whether embedding and head share a weight, for rivals that support it."""
+    """Whether embedding and head share a weight, for contenders that support it."""
     share: int | None = None
     """Percent of one GPU's multiprocessors for each process. None means a separate GPU for each process."""
 

@@ -86,7 +86,7 @@ def read_run(folder: Path, name: str, advance: Callable[[int], None] = lambda nu
     summary = _read_object(folder / "summary.json")
     if summary is None:
         notes.append(
-            "There is no summary.json: the run is still going on, or was stopped. The figures here are those of the "
+            "There is no summary.json: the run has not ended, or was stopped. The figures here are those of the "
             "steps so far; memory and weight versions are known at the end."
         )
     nothing = np.array([])
@@ -201,7 +201,7 @@ def _missing_metrics(metrics: Metrics) -> list[str]:
         return ["There are no metrics yet: no update has been made, or metrics.jsonl is missing."]
     notes = []
     if not len(metrics.validation_steps):
-        notes.append("There is no held-out loss: the run has not evaluated yet, or was told not to.")
+        notes.append("There is no held-out loss: the run has not evaluated yet, or does not evaluate.")
     if not any(key[0] == "stage_seconds" for key in metrics.columns):
         notes.append("Where each stage's time went was not recorded for every step; older runs do not have it.")
     num_skipped = int(np.nansum(metrics.column("skipped")))

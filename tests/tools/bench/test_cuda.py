@@ -108,11 +108,11 @@ def test_as_trained_has_masters_in_float32_and_two_groups():
 # ---- the matrix
 
 
-def test_more_microbatches_have_fewer_steps_and_every_world_the_same_rivals():
+def test_more_microbatches_have_fewer_steps_and_every_world_the_same_contenders():
     worlds = gpu_worlds(SETTING, 4, [4, 8, 16, 2], 3)
     assert [each.num_steps for each in worlds] == [13, 10, 10, 13]
-    assert {len(each.rivals) for each in worlds} == {13}
-    assert [rival.name for rival in worlds[0].rivals if rival.as_trained] == [AS_TRAINED]
+    assert {len(each.contenders) for each in worlds} == {13}
+    assert [contender.name for contender in worlds[0].contenders if contender.as_trained] == [AS_TRAINED]
 
 
 def test_a_step_ends_with_its_last_backward():
@@ -127,19 +127,19 @@ def test_a_step_ends_with_its_last_backward():
 
 def outcomes(of_world: world.World) -> list[Outcome]:
     made = []
-    for rival in of_world.rivals:
-        seconds = {"torch 1F1B": 0.2, "slipstream two_bw": 0.1}.get(rival.name, 0.4)
+    for contender in of_world.contenders:
+        seconds = {"torch 1F1B": 0.2, "slipstream two_bw": 0.1}.get(contender.name, 0.4)
         rounds = [
             Round(
                 s,
-                message_seconds=0.004 if rival.engine == "slipstream" else 0.0,
+                message_seconds=0.004 if contender.engine == "slipstream" else 0.0,
                 facts={"mean_stage_seconds": 0.09},
                 memory_bytes=3 * 2**30,
             )
             for s in (seconds, 1.1 * seconds)
         ]
-        made.append(Outcome(rival, tuple(rounds)))
-    made[6] = Outcome(of_world.rivals[6], (), "torch DualPipeV did not end within 120 s on stage 1")
+        made.append(Outcome(contender, tuple(rounds)))
+    made[6] = Outcome(of_world.contenders[6], (), "torch DualPipeV did not end within 120 s on stage 1")
     return made
 
 
@@ -162,14 +162,14 @@ def test_the_table_compares_with_torch_and_says_what_the_link_and_the_clock_were
     made = document(worlds, [outcomes(each) for each in worlds], rows, started, {"gpus": ["NVIDIA H200"]})
     read = json.loads(json.dumps(made))
     assert read["gpu"]["gpus"] == ["NVIDIA H200"] and read["worlds"][0]["gpu"]["share"] == 25
-    assert read["worlds"][0]["rivals"][1]["rounds"][0]["memory_bytes"] == 3 * 2**30
+    assert read["worlds"][0]["contenders"][1]["rounds"][0]["memory_bytes"] == 3 * 2**30
 
 
 # ---- from end to end, with CPUs in place of GPUs
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
-def test_all_rivals_run_in_processes_that_are_spawned(monkeypatch, tmp_path, capsys):
+def test_all_contenders_run_in_processes_that_are_spawned(monkeypatch, tmp_path, capsys):
     given = []
 
     def launch_on_cpus(worker, num_stages, **options):
@@ -190,8 +190,12 @@ def test_all_rivals_run_in_processes_that_are_spawned(monkeypatch, tmp_path, cap
            "--output", str(tmp_path / "out")])  # fmt: skip
     assert [(each["device"], each["share_gpu"], each["start_method"]) for each in given] == [("cuda", True, "spawn")]
     [only] = json.loads((tmp_path / "out" / "results.json").read_text())["worlds"]
-    failures = {rival["row"]["name"]: rival["row"]["failure"] for rival in only["rivals"] if rival["row"]["failure"]}
+    failures = {
+        contender["row"]["name"]: contender["row"]["failure"]
+        for contender in only["contenders"]
+        if contender["row"]["failure"]
+    }
     assert failures == {}
-    for rival in only["rivals"]:
-        assert rival["row"]["step_seconds"]["median"] > 0, rival["row"]["name"]
+    for contender in only["contenders"]:
+        assert contender["row"]["step_seconds"]["median"] > 0, contender["row"]["name"]
     assert "- Link: a message of 0.0 MB" in capsys.readouterr().out

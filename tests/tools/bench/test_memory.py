@@ -1,4 +1,4 @@
-"""A rival's memory is what its process grew by, at most."""
+"""A contender's memory is what its process grew by, at most."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import pytest
 import torch
 from harness import forks
 
-from slipstream.tools.bench.contenders import Refused, Rival
+from slipstream.tools.bench.contenders import Contender, Refused
 from slipstream.tools.bench.memory import peak_memory
 from slipstream.tools.bench.turns import World
 
-RIVAL = Rival("r", 2)
-WORLD = World("emulated", 2, (RIVAL,), num_rounds=1, num_steps=5)
+CONTENDER = Contender("r", 2)
+WORLD = World("emulated", 2, (CONTENDER,), num_rounds=1, num_steps=5)
 MEBIBYTE = 2**20
 
 pytestmark = [forks, pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked")]
 
 
 def test_what_a_process_held_for_a_while_counts_where_it_was_held(monkeypatch):
-    def run(rival, workload, unbalanced, transport, num_steps):
+    def run(contender, workload, unbalanced, transport, num_steps):
         torch.ones(transport.stage * 64 * MEBIBYTE // 4)  # freed at once
 
     monkeypatch.setattr("slipstream.tools.bench.memory.run", run)
-    first, second = peak_memory(RIVAL, WORLD)
+    first, second = peak_memory(CONTENDER, WORLD)
     assert first < 32 * MEBIBYTE
     assert 60 * MEBIBYTE < second < 96 * MEBIBYTE
 
 
 @pytest.mark.parametrize("error", [Refused("no"), RuntimeError("broken")])
-def test_a_rival_that_does_not_run_has_no_memory(monkeypatch, error):
+def test_a_contender_that_does_not_run_has_no_memory(monkeypatch, error):
     def run(*arguments):
         raise error
 
     monkeypatch.setattr("slipstream.tools.bench.memory.run", run)
-    assert peak_memory(RIVAL, WORLD) is None
+    assert peak_memory(CONTENDER, WORLD) is None

@@ -8,11 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.tools.bench.contenders import BARE_LOOP, Rival, StageCosts
+from slipstream.tools.bench.contenders import BARE_LOOP, Contender, StageCosts
 from slipstream.tools.bench.results import Row, Spread, document, doubts, markdown, prediction_errors, rows_of
 from slipstream.tools.bench.turns import Outcome, Round, World
 
-BARE, OURS, THEIRS = Rival(BARE_LOOP, 2), Rival("ours", 2, "two_bw"), Rival("theirs", 2, "ScheduleDualPipeV")
+BARE, OURS, THEIRS = (
+    Contender(BARE_LOOP, 2),
+    Contender("ours", 2, "two_bw"),
+    Contender("theirs", 2, "ScheduleDualPipeV"),
+)
 COSTS = (StageCosts(forward=0.01, backward=0.02, update=0.0, sums=0.0, overhead=50e-6, overhead_cpu=30e-6),) * 2
 
 
@@ -44,7 +48,7 @@ def test_real_work_is_what_the_bare_loop_took_in_the_same_round():
     assert row.memory_bytes == 30
 
 
-def test_the_table_says_why_a_rival_has_no_figures():
+def test_the_table_says_why_a_contender_has_no_figures():
     worlds = [world("emulated")]
     text = markdown(worlds, [rows_of(worlds[0], outcomes(), [None] * 3)])
     assert "### emulated compute, P = 2, m = 2, equal processes" in text
@@ -65,13 +69,13 @@ def test_the_document_keeps_every_round():
     made = document(worlds, [outcomes()], rows, datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC))
     read = json.loads(json.dumps(made))
     assert read["started"].startswith("2026-01-02")
-    assert [each["seconds_per_step"] for each in read["worlds"][0]["rivals"][1]["rounds"]] == [0.08, 0.06, 0.064]
-    assert read["worlds"][0]["rivals"][2]["failure"] == "torch says: no"
+    assert [each["seconds_per_step"] for each in read["worlds"][0]["contenders"][1]["rounds"]] == [0.08, 0.06, 0.064]
+    assert read["worlds"][0]["contenders"][2]["failure"] == "torch says: no"
     assert read["machine"]["torch"]
 
 
 def test_what_cannot_be_or_differs_from_round_to_round_is_doubted() -> None:
-    quiet = Row("rival", Spread(1.0, 0.99, 1.02), 1.0, Spread(0.9, 0.9, 1.01), 1.0, *[None] * 6)
+    quiet = Row("contender", Spread(1.0, 0.99, 1.02), 1.0, Spread(0.9, 0.9, 1.01), 1.0, *[None] * 6)
     assert doubts(quiet) == []
     (doubt,) = doubts(replace(quiet, utilisation=Spread(1.84, 1.8, 1.9)))
     assert doubt.startswith("a utilisation of 1.84 cannot be")

@@ -1,4 +1,4 @@
-"""Rivals take turns; one that fails or refuses does not keep the others from their rounds."""
+"""Contenders take turns; one that fails or refuses does not keep the others from their rounds."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from harness import forks
 
 from slipstream import launch
 from slipstream.errors import RunFailure, StageFailure
-from slipstream.tools.bench.contenders import Refused, Rival, StageRun
+from slipstream.tools.bench.contenders import Contender, Refused, StageRun
 from slipstream.tools.bench.links import link_latency, message_seconds
 from slipstream.tools.bench.turns import Stopped, World, _turn_deadline, compete
 
 pytestmark = [forks, pytest.mark.filterwarnings("ignore")]  # torch's own, in the forked stages
 
 
-def fake_run(rival, workload, unbalanced, transport, num_steps):
-    if rival.name == "is interrupted" and transport.stage == 0:
+def fake_run(contender, workload, unbalanced, transport, num_steps):
+    if contender.name == "is interrupted" and transport.stage == 0:
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
-    if rival.name == "breaks" and transport.stage == 1:
+    if contender.name == "breaks" and transport.stage == 1:
         raise RuntimeError("no such luck")
-    if rival.name == "refuses":
+    if contender.name == "refuses":
         raise Refused("not with two")
     return StageRun([0.0, 1.0 + transport.stage, 2.0 + 2 * transport.stage])
 
 
-def test_a_rival_that_fails_is_left_behind_and_the_others_get_all_their_rounds(monkeypatch):
+def test_a_contender_that_fails_is_left_behind_and_the_others_get_all_their_rounds(monkeypatch):
     monkeypatch.setattr("slipstream.tools.bench.turns.run", fake_run)
-    rivals = tuple(Rival(name, 2) for name in ("first", "breaks", "refuses", "last"))
-    first, breaks, refuses, last = compete(World("emulated", 2, rivals, num_rounds=2, num_steps=3))
+    contenders = tuple(Contender(name, 2) for name in ("first", "breaks", "refuses", "last"))
+    first, breaks, refuses, last = compete(World("emulated", 2, contenders, num_rounds=2, num_steps=3))
     assert first.seconds_per_step == last.seconds_per_step == [2.0, 2.0]  # of the slower stage
     assert not first.failure and not last.failure
     assert not breaks.rounds and "no such luck" in breaks.failure
@@ -42,20 +42,20 @@ def test_a_rival_that_fails_is_left_behind_and_the_others_get_all_their_rounds(m
 
 def test_an_interrupt_keeps_the_rounds_that_are_finished(monkeypatch):
     monkeypatch.setattr("slipstream.tools.bench.turns.run", fake_run)
-    rivals = tuple(Rival(name, 2) for name in ("first", "is interrupted", "last"))
+    contenders = tuple(Contender(name, 2) for name in ("first", "is interrupted", "last"))
     with pytest.raises(Stopped) as stopped:
-        compete(World("emulated", 2, rivals, num_rounds=2, num_steps=3))
+        compete(World("emulated", 2, contenders, num_rounds=2, num_steps=3))
     assert isinstance(stopped.value.__cause__, KeyboardInterrupt)
     assert [each.seconds_per_step for each in stopped.value.outcomes] == [[2.0], [], []]
 
 
-def test_stages_that_fail_before_the_first_rival_end_the_run(monkeypatch):
+def test_stages_that_fail_before_the_first_contender_end_the_run(monkeypatch):
     def broken(stage, num_stages):
         raise RuntimeError("no stage")
 
     monkeypatch.setattr("slipstream.tools.bench.turns.settle_stage", broken)
     with pytest.raises(RunFailure, match="no stage"):
-        compete(World("emulated", 2, (Rival("r", 2),), num_rounds=1, num_steps=3))
+        compete(World("emulated", 2, (Contender("r", 2),), num_rounds=1, num_steps=3))
 
 
 def test_stage_0_hears_of_every_turn_and_of_the_end(monkeypatch, tmp_path):
@@ -66,7 +66,7 @@ def test_stage_0_hears_of_every_turn_and_of_the_end(monkeypatch, tmp_path):
         with log.open("a") as file:
             file.write(f"{turn}\n")
 
-    compete(World("emulated", 2, (Rival("a", 2), Rival("b", 2)), num_rounds=2, num_steps=3), on_turn)
+    compete(World("emulated", 2, (Contender("a", 2), Contender("b", 2)), num_rounds=2, num_steps=3), on_turn)
     assert log.read_text().splitlines() == ["(0, 0)", "(0, 1)", "(1, 0)", "(1, 1)", "None"]
 
 
@@ -88,12 +88,12 @@ def test_a_ping_takes_the_latency_that_was_injected_and_the_links_are_given_back
     assert others == [(0.0, True), (0.0, True)]
 
 
-def test_a_rival_that_hangs_is_ended_with_a_word_to_the_others(monkeypatch):
+def test_a_contender_that_hangs_is_ended_with_a_word_to_the_others(monkeypatch):
     monkeypatch.setattr("slipstream.tools.bench.turns.GPU_TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(StageFailure, match=r"a rival did not end within 0.2 s on stage [01]"):
+    with pytest.raises(StageFailure, match=r"a contender did not end within 0.2 s on stage [01]"):
         launch(hang, 2, start_method="fork", timeout_seconds=60)
 
 
 def hang(transport):
-    with _turn_deadline(transport, "a rival"):
+    with _turn_deadline(transport, "a contender"):
         time.sleep(60)

@@ -35,7 +35,7 @@ def test_nulls_are_gaps(write_run: WriteRun) -> None:
 @pytest.mark.parametrize(
     ("file", "word"),
     [
-        ("summary.json", "still going on"),
+        ("summary.json", "the run has not ended"),
         ("trace.json", "timeline is not known"),
         ("config.toml", "configuration is not known"),
         ("metrics.jsonl", "no metrics yet"),
