@@ -63,8 +63,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_the_matrix_has_all_m_for_equal_stages_and_slow_links_for_slipstream_alone():
     matrix = worlds(Extent(emulated_stages=(4,), with_real=True, num_rounds=3))
     equal = [w for w in matrix if w.workload == "emulated" and not w.unbalanced]
-    assert [w.contenders[0].num_microbatches for w in equal] == [4, 8, 16, 8]
+    assert [w.contenders[0].num_microbatches for w in equal] == [4, 8, 16, 8, 4]
     slow = [w for w in matrix if any(contender.latency_seconds for contender in w.contenders)]
     assert len(slow) == 1 and {contender.engine for contender in slow[0].contenders} == {"slipstream"}
+    (over_gloo,) = [w for w in matrix if not w.shared_memory]
+    assert [contender.clip_norm for contender in over_gloo.contenders] == [None, None, 1.0]
     assert {w.num_stages for w in matrix if w.workload == "real"} == {2}
     assert {w.workload for w in matrix if w.unbalanced} == {"emulated", "real"}

@@ -663,7 +663,7 @@ def test_a_killed_worker_ends_the_study_with_one_sentence_and_the_next_goes_on(
         os.kill(process.workers[0], signal.SIGKILL)
         code, said = process.ending()
     assert code == 1
-    assert re.fullmatch(r"slipstream: a worker died while muon-seed0-\w+ was waiting or running, .* are done\n", said)
+    assert re.fullmatch(r"slipstream: a worker died while muon-seed0-\w+ was waiting or running, .* are kept\n", said)
     study.write(LONG.replace("1000000", "2"))
     assert study.run() == 0
     assert "3 cells, 1 of them done before" in capsys.readouterr().out
