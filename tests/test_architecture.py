@@ -12,8 +12,8 @@ import slipstream
 ROOT = Path(slipstream.__file__).parent
 LAYERS = (
     ("errors", "precision", "schedule"),
-    ("checkpoint", "model", "optim"),
-    ("transport",),
+    ("checkpoint", "optim"),
+    ("model", "transport"),
     ("config", "reference"),
     ("data", "pipeline"),
     ("observe",),

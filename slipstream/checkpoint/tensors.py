@@ -46,6 +46,17 @@ LENGTH_BYTES = 8
 NOT_TENSORS = "__metadata__"
 
 
+class Description(NamedTuple):
+    """What the header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class Entry(NamedTuple):
     """A tensor in a file. `start` and `end` count from the end of the header."""
 
@@ -56,19 +67,24 @@ class Entry(NamedTuple):
 
 
 def encode(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """Returns the length and header with which the file begins, and the order in which the tensors follow."""
+    """Returns what `header_of` does, for tensors that can be written as they are."""
     for name, tensor in tensors.items():
-        if name == NOT_TENSORS:
-            raise CheckpointError(f"{name!r} cannot be a tensor's name: safetensors has another use for it")
         dense = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
         if not dense or tensor.dtype not in CODES:
             raise CheckpointError(
                 f"tensor {name!r} is of {tensor.dtype} on {tensor.device}, and not contiguous real numbers on the CPU: "
                 "copy it there first"
             )
+    return header_of({name: Description(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+
+
+def header_of(tensors: Mapping[str, Description]) -> tuple[bytes, list[str]]:
+    """Returns the length and header with which the file begins, and the order in which the tensors follow."""
+    if NOT_TENSORS in tensors:
+        raise CheckpointError(f"{NOT_TENSORS!r} cannot be a tensor's name: safetensors has another use for it")
     # Elements of the largest size come first. The header is padded to a multiple of 8 bytes, so every tensor is
-    # aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    # aligned. Otherwise the order is the given one.
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {NOT_TENSORS: {"format": "pt"}}
     start = 0
     for name in order:
@@ -90,10 +106,10 @@ def stream(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     header, order = encode(tensors)
     yield header
     for name in order:
-        yield _bytes_of(tensors[name].detach())
+        yield tensor_bytes(tensors[name].detach())
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -112,7 +128,7 @@ class TensorFile:
         for name in names:
             entry = self.entries[name]
             flat = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-            read_into(file, self.data_start + entry.start, _bytes_of(flat), self.path)
+            read_into(file, self.data_start + entry.start, tensor_bytes(flat), self.path)
             yield name, flat.view(entry.dtype).reshape(entry.shape)
 
 

@@ -1,4 +1,5 @@
-"""The command line: init | train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare.
+"""The command line: init | train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare
+| export | generate.
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
@@ -11,6 +12,8 @@
     slipstream report RUN ...
     slipstream timeline RUN [--start S --seconds S]
     slipstream prepare SOURCE ... --output PREFIX
+    slipstream export RUN[@STEP] FOLDER
+    slipstream generate RUN[@STEP]|FOLDER --prompt TEXT
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
 and exit code 1.
@@ -45,6 +48,8 @@ COMMANDS = (
     "report",
     "timeline",
     "prepare",
+    "export",
+    "generate",
 )
 """Names of all commands. Each is a module of this package that has a function `main(arguments)`."""
 

@@ -28,6 +28,14 @@ def find_run(path: Path) -> Path:
     return below if not os.path.exists(path) and os.path.isdir(below) else path
 
 
+def run_and_step(text: str) -> tuple[Path, int | None]:
+    """Splits RUN@STEP. Without a step it is None."""
+    name, at, number = text.partition("@")
+    if at and not (number.isascii() and number.isdigit()):
+        raise UsageError(f"{text!r} has no step after the @: write RUN@STEP, such as runs/default@200")
+    return find_run(Path(name)), int(number) if at else None
+
+
 def parse(
     cls: type[Arguments], arguments: list[str], prog: str, description: str, default: Arguments | None = None
 ) -> Arguments:

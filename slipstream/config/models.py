@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
+import torch
+
+from ..checkpoint import CheckpointError
+from ..checkpoint.hugging_face import WeightFolder
 from ..errors import ConfigError
+from ..model.hugging_face import fields_of, misfits
 from ..model.presets import PRESETS, ModelConfig
 from ..model.registry import MODELS, Decoder, preset
 from ..model.spec import ModelSpec
+from .files import expand_home, read_plain_file
 from .imports import find
 from .schema import Config, ModelSection
+
+MAX_INITIAL_LENGTH = 4096
+"""Longest sequences of a model that starts from a folder, unless model.sequence_length is given: published models allow
+more positions than most people train with."""
+MAX_FAULTS = 12
+"""Number of tensors that an error names."""
 
 
 def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
@@ -35,7 +48,9 @@ def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
 
 
 def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:
-    """Builds the decoder from the preset and the fields that the section changes."""
+    """Builds the decoder from the preset and the fields that the section changes, or from a folder of Hugging Face."""
+    if config.model.initial:
+        return _initial(config)
     changes = {
         member.name: value
         for member in dataclasses.fields(ModelConfig)
@@ -45,13 +60,49 @@ def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:
     return preset(config.model.preset, **changes)
 
 
+def _initial(config: Config) -> ModelSpec:
+    """Builds the decoder of a folder of Hugging Face, and checks that the folder has its weights."""
+    path = expand_home(config.model.initial)
+    where = f"model.initial = {config.model.initial!r}"
+    try:
+        about = json.loads(read_plain_file(path / "config.json"))
+        fields = fields_of(about)
+    except OSError as error:
+        raise ConfigError(
+            f"{where} has no config.json that can be read ({error.strerror}): give a folder with one"
+        ) from error
+    except KeyError as error:
+        raise ConfigError(f"{where} has a config.json without {error}: give the folder of a whole model") from error
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be trained ({error}): give another folder") from error
+    fields["sequence_length"] = min(fields["sequence_length"], MAX_INITIAL_LENGTH)
+    for name, value in fields.items():
+        given = getattr(config.model, name, None)
+        if name == "sequence_length" and given is not None:
+            fields[name] = given
+        elif given is not None and given != value:
+            raise ConfigError(f"model.{name} = {given} is {value} in {where}: leave it out")
+    model = Decoder(**fields, initial=str(path))
+    model.validate()
+    with torch.device("meta"):
+        layers = model.layers()
+    try:
+        faults = misfits(WeightFolder(path).shapes, layers, model)
+    except CheckpointError as error:
+        raise ConfigError(f"{where} has no weights that can be read ({error}): give another folder") from error
+    if faults:
+        more = f"; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
+        raise ConfigError(f"{where} does not fit its config.json: {'; '.join(faults[:MAX_FAULTS])}{more}")
+    return model
+
+
 def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelSpec:
     """Builds a user's own model from model.arguments and the other fields of the section that are set."""
     section, fields = config.model, {member.name: member for member in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given: dict[str, Any] = dict(section.arguments)
     for member in dataclasses.fields(ModelSection):
         value = getattr(section, member.name)
-        if member.name in ("name", "arguments", "preset") or value is None:
+        if member.name in ("name", "arguments", "preset", "initial") or value is None:
             continue
         if member.name not in fields:
             raise ConfigError(f"model.{member.name} = {value} is no field of {section.name}: leave it out")

@@ -23,6 +23,9 @@ class ModelSection:
     """decoder, or the import path of a model of your own: see slipstream/model/spec.py."""
     arguments: dict[str, float] = field(default_factory=dict)
     """Fields of a model of your own: {width = 64} in TOML, width 64 on the command line."""
+    initial: str = ""
+    """A folder of Hugging Face to start from: its config.json is the model, its safetensors are the weights. The preset
+    is not used then."""
     preset: str = "tiny"
     """One of tiny, small, 135m, 360m, 1b, 3b, 8b, 10b and 70b; with experts moe-2b and moe-10b."""
     vocab_size: int | None = None
@@ -51,6 +54,19 @@ class ModelSection:
     """Experts that every token goes through in addition."""
     num_dense_layers: int | None = None
     """Blocks at the beginning that have no experts."""
+    head_dim: int | None = None
+    """Width of a head. None: as in the preset, which is dim / num_heads."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised, as in Qwen3."""
+    qkv_bias: bool | None = None
+    """Whether queries, keys and values have a bias, as in Qwen2."""
+    rope_base: float | None = None
+    """Base of the rotary wavelengths."""
+    rope_scaling: tuple[float, ...] | None = None
+    """Stretches the rotary wavelengths as Llama 3.1 does: factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings."""
+    norm_eps: float | None = None
+    """Number added to the mean square inside every RMSNorm."""
 
 
 @dataclass(frozen=True)

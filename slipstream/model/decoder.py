@@ -47,14 +47,16 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.rope_base = config.rope_base
-        self.query = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
-        self.key = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.head_dim = config.head_size
+        self.rope_base, self.rope_scaling = config.rope_base, config.rope_scaling
+        self.query = nn.Linear(config.dim, config.num_heads * config.head_size, bias=config.qkv_bias)
+        self.key = nn.Linear(config.dim, config.num_kv_heads * config.head_size, bias=config.qkv_bias)
+        self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_size, bias=config.qkv_bias)
+        self.output = nn.Linear(config.num_heads * config.head_size, config.dim, bias=False)
+        self.query_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         # A block may be alone on its device, so each block has its own tables. They are not saved in checkpoints.
-        shape = (config.sequence_length, config.head_dim // 2)
+        shape = (config.sequence_length, config.head_size // 2)
         self.register_buffer("cosine", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sine", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_buffers()
@@ -68,22 +70,26 @@ class Attention(nn.Module):
         # every order of casts.
         exponent = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
         position = torch.arange(length, dtype=torch.float64, device="cpu")
-        angle = torch.outer(position, self.rope_base**-exponent)
+        angle = torch.outer(position, scaled(self.rope_base**-exponent, self.rope_scaling))
         self.cosine.copy_(angle.cos().float())
         self.sine.copy_(angle.sin().float())
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, length, dim) -> the same
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # (batch, length, dim) -> the same
+        """cache: the keys and values of the positions before x, to which those of x are added."""
         batch, length, _ = x.shape
-        if length > self.cosine.shape[0]:
+        start = 0 if cache is None else cache.length
+        if start + length > self.cosine.shape[0]:
             raise ValueError(
-                f"model.sequence_length is {self.cosine.shape[0]}, but a sequence has {length} positions: "
+                f"model.sequence_length is {self.cosine.shape[0]}, but a sequence has {start + length} positions: "
                 "raise it or send shorter sequences."
             )
-        cosine, sine = self.cosine[:length], self.sine[:length]
-        query = self.query(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
-        key = self.key(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        cosine, sine = self.cosine[start : start + length], self.sine[start : start + length]
+        query = self.query_norm(self.query(x).view(batch, length, self.num_heads, self.head_dim)).transpose(1, 2)
+        key = self.key_norm(self.key(x).view(batch, length, self.num_kv_heads, self.head_dim)).transpose(1, 2)
         value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        if cache is not None:
+            key, value = cache.add(key, value)
         # Flash attention, which supports half precision only, reads shared key and value heads in place. The CUDA
         # kernel for float32 needs as many key heads as query heads. Otherwise torch falls back to a kernel that
         # allocates every length x length matrix (pytorch/pytorch#181528).
@@ -91,8 +97,42 @@ class Attention(nn.Module):
         if not shared:
             key = key.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
             value = value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1, enable_gqa=shared)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Cache:
+    """The keys and values of all positions so far, of one block. Several positions may be added at once only to an
+    empty cache."""
+
+    def __init__(self, most: int) -> None:
+        """most: number of positions for which there is room."""
+        self.length, self._most = 0, most
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds (batch, heads, length, head_dim). Returns the keys and values of all positions."""
+        if self.length and key.shape[2] > 1:
+            raise ValueError(f"a cache of {self.length} positions takes one more at a time, not {key.shape[2]}")
+        if self._keys is None or self._values is None:
+            shape = (*key.shape[:2], self._most, key.shape[3])
+            self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
+        end = self.length + key.shape[2]
+        self._keys[:, :, self.length : end], self._values[:, :, self.length : end] = key, value
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+def scaled(frequencies: Tensor, scaling: tuple[float, ...] | None) -> Tensor:
+    """Returns rotary frequencies for longer sequences than those of the original training, as Llama 3.1 does: low
+    frequencies are divided by a factor, high ones are kept, and those between are mixed."""
+    if scaling is None:
+        return frequencies
+    factor, low, high, original_length = scaling
+    turns = original_length * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * frequencies / factor + share * frequencies
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -132,8 +172,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = mixture(config) if is_sparse else Mlp(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -184,7 +224,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
     The values of a parameter depend only on the seed and its full name, so every cut of the model starts from the same
     weights. A tied head uses the name of the embedding, even on a stage without the embedding. Weights are drawn from
     N(0, 0.02^2). Those that write to the residual stream are scaled by 1 / sqrt(2 num_layers), as in GPT-2. Norms start
-    at one, and the biases of routers at zero.
+    at one, and biases at zero.
 
     seed: None means that only buffers are set, and parameters are left to the caller.
     """
@@ -203,7 +243,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
             continue
-        if name.endswith("router.bias"):
+        if name.endswith(".bias"):
             parameter.zero_()
             continue
         std = 0.02
@@ -223,13 +263,13 @@ def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
     adds two products over the (sequence_length + 1) / 2 positions that a token sees on average. Embedding lookup,
     norms, activations and sorting tokens by expert are not counted.
     """
-    attention_weights = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
+    attention_weights = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_size
     dense_weights = 3 * config.dim * config.hidden_dim
     active_experts = config.experts_per_token + config.num_shared_experts
     sparse_weights = config.dim * (config.num_experts + 3 * active_experts * config.expert_dim)
     visible = (sequence_length + 1) / 2
     dense, sparse = (
-        2.0 * (attention_weights + weights) + 2 * 2 * visible * config.num_heads * config.head_dim
+        2.0 * (attention_weights + weights) + 2 * 2 * visible * config.num_heads * config.head_size
         for weights in (dense_weights, sparse_weights)
     )
     num_sparse = config.num_sparse_layers

@@ -28,7 +28,7 @@ class ModelConfig:
     num_layers: int
     """Number of blocks, between the embedding and the head."""
     num_heads: int
-    """Number of query heads in each block. The width of a head is dim / num_heads."""
+    """Number of query heads in each block."""
     num_kv_heads: int
     """Number of key and value heads in each block. Each is shared by num_heads / num_kv_heads query heads."""
     hidden_dim: int
@@ -50,10 +50,20 @@ class ModelConfig:
     expert_dim."""
     num_dense_layers: int = 0
     """Number of blocks at the start of the model that stay dense in a model with experts."""
+    head_dim: int | None = None
+    """Width of a head. None means dim / num_heads."""
+    qk_norm: bool = False
+    """Whether queries and keys pass through an RMSNorm over each head before they are rotated, as in Qwen3."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
+    rope_scaling: tuple[float, ...] | None = None
+    """Stretches the long rotary wavelengths, as in Llama 3.1: factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings. None means not."""
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
+    def head_size(self) -> int:
+        """Returns the width of a head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def num_sparse_layers(self) -> int:
@@ -80,15 +90,19 @@ class ModelConfig:
             value = getattr(self, field)
             if not (0 < value < math.inf):
                 raise ValueError(f"model.{field} is {value}: set it to a positive number.")
-        if self.dim % self.num_heads:
+        if self.head_dim is not None and not 1 <= self.head_dim <= MAX_SIZE:
+            raise ValueError(f"model.head_dim is {self.head_dim}: set it to 1 up to {MAX_SIZE}, or leave it out.")
+        if self.rope_scaling is not None:
+            self._validate_rope_scaling(self.rope_scaling)
+        if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(
                 f"model.dim is {self.dim}, which {self.num_heads} heads cannot share evenly: "
                 "make it a multiple of model.num_heads."
             )
-        if self.head_dim % 2:
+        if self.head_size % 2:
             raise ValueError(
-                f"model.dim is {self.dim}, which gives {self.num_heads} heads the odd width {self.head_dim}: "
-                "rotary positions turn pairs, so make it a multiple of 2 * model.num_heads."
+                f"model.dim is {self.dim}, which gives {self.num_heads} heads the odd width {self.head_size}: "
+                "rotary positions turn pairs, so make it a multiple of 2 * model.num_heads, or set an even head_dim."
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -96,6 +110,14 @@ class ModelConfig:
                 "set it to a divisor of model.num_heads."
             )
         self._validate_experts()
+
+    def _validate_rope_scaling(self, numbers: tuple[float, ...]) -> None:
+        ok = len(numbers) == 4 and all(0 < number < math.inf for number in numbers)
+        if not ok or numbers[0] < 1 or not numbers[1] < numbers[2]:
+            raise ValueError(
+                f"model.rope_scaling is {list(numbers)}: give factor, low_freq_factor, high_freq_factor and "
+                "original_max_position_embeddings, such as [8.0, 1.0, 4.0, 8192.0]."
+            )
 
     def _validate_experts(self) -> None:
         if self.num_experts < 0:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..checkpoint.hugging_face import WeightFolder
 from .chunked_loss import decoder_and_loss
 from .decoder import initialise, layer_costs
+from .hugging_face import read_weights
 from .presets import PRESETS, ModelConfig
 from .spec import Loss, ModelSpec
 
@@ -17,17 +20,22 @@ from .spec import Loss, ModelSpec
 class Decoder(ModelConfig, ModelSpec):
     """The decoder of decoder.py, dense or with experts."""
 
+    initial: str = ""
+    """Folder of Hugging Face whose weights it starts from. Empty means random weights."""
+
     def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
         return decoder_and_loss(self, loss_chunk_tokens)
 
     def initialise(self, layers: nn.Module, seed: int | None) -> None:
-        initialise(layers, self, seed)
+        initialise(layers, self, None if self.initial else seed)
+        if self.initial and seed is not None:
+            read_weights(layers, self, WeightFolder(Path(self.initial)))
 
     def layer_flops(self) -> list[float]:
         return layer_costs(self, self.sequence_length)
 
     def weightless_flops(self) -> float:
-        return 2.0 * (self.sequence_length + 1) * self.num_heads * self.head_dim
+        return 2.0 * (self.sequence_length + 1) * self.num_heads * self.head_size
 
     def num_active_parameters(self) -> int:
         idle_experts = self.num_sparse_layers * (self.num_experts - self.experts_per_token)

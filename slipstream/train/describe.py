@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ..config.defaults import leaves_rest_to_adamw, num_gpus_wanted, precision_of, settled
+from ..config.files import expand_home, read_plain_file
 from ..config.rules import schedule_of
 from ..config.schema import Config
+from ..data.byte_tokenizer import byte_vocabulary
+from ..model.hugging_face import pretrained_with
 from ..observe.summary import lateness
 from .build import Components
+
+ORTHOGONALISING = ("muon", "normuon", "scion")
+"""Optimizers whose updates are orthogonal matrices."""
 
 
 def describe(config: Config, components: Components, folder: Path) -> str:
@@ -25,12 +32,13 @@ def describe(config: Config, components: Components, folder: Path) -> str:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yields a line for every setting that has no effect.
+    """Yields a line for every setting that has no effect, or that is probably not meant.
 
     Call this before `settled`, which fills in the fields that were left out.
     """
     yield from _unused_rate(config)
     yield from _unused_gpus(config)
+    yield from _initial_model(config)
 
 
 def _method(config: Config) -> str:
@@ -65,6 +73,25 @@ def _unused_rate(config: Config) -> Iterator[str]:
     rate, section = config.optimizer.adamw_learning_rate, config.optimizer
     if rate is not None and not leaves_rest_to_adamw(section):
         yield f"optimizer.adamw_learning_rate = {rate:g} is not used: {section.name} takes all parameters by itself"
+
+
+def _initial_model(config: Config) -> Iterator[str]:
+    """Says where a model that the run starts from does not suit the rest of the configuration."""
+    folder, name = expand_home(config.model.initial), config.optimizer.name
+    if not config.model.initial or not (folder / "config.json").is_file():  # build_components says what is wrong
+        return
+    before = pretrained_with(json.loads(read_plain_file(folder / "config.json")))
+    if name in ORTHOGONALISING and before not in ORTHOGONALISING:
+        by = before or "AdamW, as nearly all published models were"
+        yield (
+            f"optimizer.name = {name!r} continues weights that were pretrained with {by}: its other geometry costs "
+            "loss at first (arXiv:2605.10468); use a low learning rate, or adamw"
+        )
+    if config.data.tokenizer == "bytes" and (folder / "tokenizer.json").is_file():
+        own = byte_vocabulary() == json.loads(read_plain_file(folder / "tokenizer.json"))["model"].get("vocab")
+        is_text = not any(source.endswith(".bin") for source in config.data.sources)
+        if is_text and not own:
+            yield f"data.tokenizer = 'bytes' is not the tokenizer of the model: set data.tokenizer = {str(folder)!r}"
 
 
 def _unused_gpus(config: Config) -> Iterator[str]:

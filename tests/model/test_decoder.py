@@ -175,7 +175,7 @@ def test_presets_have_the_published_parameter_counts(name: str, expected: int) -
 @pytest.mark.parametrize("config", [*PRESETS.values(), CONFIG, TIED])
 def test_parameter_count_follows_the_formula(config: ModelConfig) -> None:
     c = config
-    attention = 2 * c.dim * c.dim + 2 * c.dim * c.num_kv_heads * c.head_dim
+    attention = 2 * c.dim * c.dim + 2 * c.dim * c.num_kv_heads * c.head_size
     dense = attention + 3 * c.dim * c.hidden_dim + 2 * c.dim
     num_experts = c.num_experts + c.num_shared_experts
     sparse = attention + 3 * c.dim * c.expert_dim * num_experts + c.num_experts * (c.dim + 1) + 2 * c.dim
@@ -210,7 +210,7 @@ def test_grouped_queries_equal_explicitly_repeated_heads() -> None:
     for name in ("query", "output", "key", "value"):
         weight = getattr(shared, name).weight
         if name in ("key", "value"):
-            heads = weight.unflatten(0, (CONFIG.num_kv_heads, CONFIG.head_dim))
+            heads = weight.unflatten(0, (CONFIG.num_kv_heads, CONFIG.head_size))
             weight = torch.cat([head for head in heads for _ in range(group)])
         getattr(repeated, name).weight.data.copy_(weight)
     x = torch.randn(2, 16, CONFIG.dim, dtype=torch.float64)

@@ -1,0 +1,78 @@
+"""`slipstream generate`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from ..errors import UsageError
+from .parse import parse, run_and_step
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Writes text with a trained model: a run, or a folder of Hugging Face with a Llama, Mistral, Qwen2, Qwen3 or
+    Glm4Moe model."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN[@STEP]|FOLDER")]
+    """The folder of a run, or its name below runs/; or the folder of a model."""
+    prompt: str = "\n"
+    """The beginning of the text."""
+    max_tokens: int = 128
+    """The most tokens to add. Text also ends with the model's end-of-text token, and where its positions end."""
+    temperature: float = 1.0
+    """Divides the logits. 0: the most likely token is always taken."""
+    top_k: int = 0
+    """Draw only from so many of the most likely tokens. 0: from all."""
+    top_p: float = 1.0
+    """Draw only from the most likely tokens that together have this probability."""
+    seed: int = 0
+    """Seed of the draws."""
+    samples: int = 1
+    """How many texts to write, each with its own seed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. auto: on a GPU if there is one."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype to compute in. None: bfloat16 on a GPU, float32 on a CPU."""
+    cache: bool = True
+    """Keep keys and values of earlier positions. Without them the text is the same, and slower."""
+
+
+def main(arguments: list[str]) -> None:
+    given = parse(GenerateArguments, arguments, "slipstream generate", inspect.getdoc(GenerateArguments) or "")
+    if given.samples < 1:
+        raise UsageError(f"samples = {given.samples} writes nothing: use 1 or more")
+    path, step = run_and_step(given.source)
+
+    import torch
+
+    from ..observe.console import Screen
+    from ..tools.generate import Sampling, Text, generate
+    from ..tools.loading import find_source, load
+
+    sampling = Sampling(given.max_tokens, given.temperature, given.top_k, given.top_p, given.seed)
+    source = find_source(path, step, Screen().print)
+    text = Text(source)
+    prompt = text.encode(given.prompt)
+    length = source.model.sequence_length
+    if not prompt:
+        raise UsageError("prompt = '' has no tokens: give at least one letter")
+    if len(prompt) >= length:
+        raise UsageError(f"prompt has {len(prompt)} tokens, and the model {length} positions: shorten it")
+    has_gpu = torch.cuda.is_available()
+    if given.device == "cuda" and not has_gpu:
+        raise UsageError("device = 'cuda' finds no CUDA device here: use --device cpu")
+    device = torch.device("cuda" if given.device != "cpu" and has_gpu else "cpu")
+    dtype = getattr(torch, given.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    layers = load(source, device, dtype)
+    for sample in range(given.samples):
+        drawn = Sampling(
+            given.max_tokens, given.temperature, given.top_k, given.top_p, sampling.seed + sample, source.end_of_text_id
+        )
+        print(given.prompt, end="", flush=True)
+        for piece in text.stream(generate(layers, prompt, drawn, length, given.cache)):
+            print(piece, end="", flush=True)
+        print("\n" if given.samples > 1 else "")

@@ -1,0 +1,136 @@
+"""Samples text from a trained model, token by token.
+
+    layers = load(source, device, dtype)
+    for token in generate(layers, [1, 2, 3], Sampling(max_tokens=20)):
+        ...
+
+With a cache, each block keeps the keys and values of all positions so far, so a new token costs the same at any length.
+Without one, the whole sequence is computed again for every token; the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..model.decoder import Cache
+from .loading import Source
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_tokens: int = 128
+    temperature: float = 1.0
+    """Divides the logits. 0 means that the most likely token is always taken."""
+    top_k: int = 0
+    """Only so many of the most likely tokens are drawn from. 0 means all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together have this probability are drawn from."""
+    seed: int = 0
+    end: int | None = None
+    """Token that ends the text. None means that none does."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UsageError(f"max_tokens = {self.max_tokens} makes no text: use 1 or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature = {self.temperature} is no temperature: use 0 or more")
+        if self.top_k < 0:
+            raise UsageError(f"top_k = {self.top_k} is too small: use 0 for all tokens, or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p = {self.top_p} is no probability: use more than 0, up to 1")
+
+
+@torch.no_grad()
+def generate(
+    layers: nn.Sequential, prompt: Sequence[int], sampling: Sampling, length: int, use_cache: bool = True
+) -> Iterator[int]:
+    """Yields the tokens that follow the prompt. length: largest number of positions of a sequence; generation ends
+    there."""
+    device = next(layers.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    caches = [Cache(length) for _ in range(len(layers) - 2)] if use_cache else None
+    tokens = list(prompt)
+    fresh = tokens
+    for _ in range(min(sampling.max_tokens, length - len(prompt))):
+        logits = _last_logits(layers, torch.tensor([fresh], device=device), caches)
+        token = choose(logits.float().cpu(), sampling, generator)
+        if token == sampling.end:
+            return
+        yield token
+        tokens.append(token)
+        fresh = [token] if use_cache else tokens
+
+
+def _last_logits(layers: nn.Sequential, ids: Tensor, caches: Sequence[Cache] | None) -> Tensor:
+    embedding, *blocks, head = layers
+    hidden = embedding(ids)
+    for index, block in enumerate(blocks):
+        hidden = block(hidden, None if caches is None else caches[index])
+    logits: Tensor = head(hidden[:, -1:])[0, -1]
+    return logits
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draws a token. logits: of the vocabulary, on the CPU."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    logits = logits.double() / sampling.temperature
+    if sampling.top_k:
+        least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        is_beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # the first token is never beyond
+        probabilities = probabilities.index_fill(0, order[is_beyond], 0.0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+class Text:
+    """Turns text into tokens and back. Raises UsageError if the model does not know its tokenizer."""
+
+    def __init__(self, source: Source) -> None:
+        self._library = None
+        if source.tokenizer_json is None:
+            raise UsageError(
+                f"{source.where} does not know its tokenizer: train with data.tokenizer, or copy tokenizer.json"
+            )
+        if source.is_bytes:
+            return
+        try:
+            import tokenizers
+        except ImportError:
+            raise UsageError(
+                "the model has a tokenizer, which needs a library: pip install 'slipstream[text]'"
+            ) from None
+        self._library = tokenizers.Tokenizer.from_str(source.tokenizer_json.decode())
+
+    def encode(self, text: str) -> list[int]:
+        if self._library is None:
+            return list(text.encode())
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def stream(self, tokens: Iterator[int]) -> Iterator[str]:
+        """Yields text as it becomes known. A letter may need several tokens."""
+        if self._library is None:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            for token in tokens:
+                yield decoder.decode(bytes([token]))
+            yield decoder.decode(b"", final=True)
+            return
+        known: list[int] = []
+        said = ""
+        for token in tokens:
+            known.append(token)
+            text = self._library.decode(known)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(said) :]
+                said = text
+        yield self._library.decode(known)[len(said) :]

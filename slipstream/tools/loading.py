@@ -1,0 +1,117 @@
+"""Loads a trained model into this process: from the checkpoint of a run, or from a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..checkpoint import Checkpoint, CheckpointError, Store
+from ..config.files import read_plain_file
+from ..config.models import model_of
+from ..config.schema import Config, ModelSection
+from ..config.toml import load_toml
+from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
+from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT
+from ..errors import UsageError
+from ..model.registry import Decoder
+
+MASTER = "master/"
+"""Beginning of the names of the masters in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk."""
+
+    model: Decoder
+    optimizer: str | None
+    """Optimizer that made the weights. None if unknown."""
+    checkpoint: Checkpoint | None
+    """Checkpoint with the weights. None means that they are in the folder that `model.initial` names."""
+    tokenizer_json: bytes | None
+    """Content of tokenizer.json. None if the model does not know its tokenizer."""
+    end_of_text: str | None
+    """Token that ends a document, as the tokenizer writes it."""
+    end_of_text_id: int | None
+    is_bytes: bool = False
+    """Whether every byte is the token of its own number."""
+
+    @property
+    def where(self) -> str:
+        return self.model.initial if self.checkpoint is None else f"step {self.checkpoint.step}"
+
+
+def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Source:
+    """Finds a model. path: the folder of a run, or of Hugging Face. step: of which checkpoint of a run; None means the
+    newest."""
+    if (path / "config.toml").is_file():
+        config = load_toml(path / "config.toml")
+        checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
+    elif (path / "config.json").is_file():
+        if step is not None:
+            raise UsageError(f"{path} is a folder of Hugging Face and has no steps: leave out @{step}")
+        config, checkpoint = Config(model=ModelSection(initial=str(path))), None
+    else:
+        raise UsageError(
+            f"{str(path)!r} has neither a config.toml nor a config.json: give the folder of a run or model"
+        )
+    model = model_of(config, 0)
+    if not isinstance(model, Decoder):
+        raise UsageError(
+            f"model.name = {config.model.name!r} is a model of your own, and only decoder is supported here"
+        )
+    text, end, end_id = _tokenizer(path, config, model)
+    is_bytes = text is not None and json.loads(text)["model"].get("vocab") == byte_vocabulary()
+    optimizer = config.optimizer.name if checkpoint else None
+    return Source(model, optimizer, checkpoint, text, end, end_id, is_bytes)
+
+
+def open_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
+    store = Store(run / "checkpoints")
+    try:
+        found = store.newest(say) if step is None else store.open(step)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+    if found is None:
+        raise UsageError(f"{str(run)!r} has no complete checkpoint: train it with checkpoint.at_end, or longer")
+    return found
+
+
+def _tokenizer(path: Path, config: Config, model: Decoder) -> tuple[bytes | None, str | None, int | None]:
+    """Returns the tokenizer.json, and the name and the id of the token that ends a document."""
+    names = ENDS_OF_TEXT if config.data.end_of_text is None else (config.data.end_of_text,)
+    if (path / "tokenizer.json").is_file():
+        text = read_plain_file(path / "tokenizer.json")
+        if (path / "tokenizer_config.json").is_file():
+            token = json.loads(read_plain_file(path / "tokenizer_config.json")).get("eos_token")
+            name = token.get("content") if isinstance(token, dict) else token
+            names = (name,) if name else names
+    elif config.data.tokenizer == "bytes" and model.vocab_size == len(BYTES):
+        text = (json.dumps(byte_tokenizer()) + "\n").encode()
+        names = (BYTES[0],)
+    else:
+        return None, None, None
+    tree = json.loads(text)
+    vocabulary = tree["model"].get("vocab")
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
+    end = None if config.data.end_of_text == NO_END_OF_TEXT else next((name for name in names if name in ids), None)
+    return text, end, None if end is None else ids[end]
+
+
+@torch.no_grad()
+def load(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
+    """Returns the layers with their weights, read one tensor at a time."""
+    with torch.device("meta"):
+        layers = source.model.layers()
+    layers.to(dtype).to_empty(device=device)
+    source.model.initialise(layers, seed=None if source.checkpoint else 0)
+    if source.checkpoint is not None:
+        for name, parameter in layers.named_parameters():
+            parameter.copy_(source.checkpoint.read([MASTER + name])[MASTER + name])
+    return layers.requires_grad_(False).eval()
