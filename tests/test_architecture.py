@@ -14,6 +14,7 @@ LAYERS = (
     ("errors", "precision", "schedule"),
     ("checkpoint", "optim"),
     ("model", "transport"),
+    ("hf",),
     ("config", "reference"),
     ("data", "pipeline"),
     ("observe",),

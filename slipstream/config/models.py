@@ -49,8 +49,12 @@ def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
 
 def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:
     """Builds the decoder from the preset and the fields that the section changes, or from a folder of Hugging Face."""
+    if config.model.initial and config.model.hf:
+        raise ConfigError("model.initial and model.hf are two models: leave out one of them")
     if config.model.initial:
         return _initial(config)
+    if config.model.hf:
+        return _hugging_face(config)
     changes = {
         member.name: value
         for member in dataclasses.fields(ModelConfig)
@@ -96,13 +100,28 @@ def _initial(config: Config) -> ModelSpec:
     return model
 
 
+def _hugging_face(config: Config) -> ModelSpec:
+    """Builds a model of transformers. Only the length of its sequences may be chosen."""
+    from ..hf import read_model  # the library is large
+
+    try:
+        model = read_model(expand_home(config.model.hf), config.model.sequence_length)
+    except ValueError as error:
+        raise ConfigError(f"model.hf = {config.model.hf!r} cannot be trained: {error}") from error
+    for name, value in model.facts().items():
+        given = getattr(config.model, name, None)
+        if given is not None and given != value:
+            raise ConfigError(f"model.{name} = {given} is {value} in model.hf = {config.model.hf!r}: leave it out")
+    return model
+
+
 def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelSpec:
     """Builds a user's own model from model.arguments and the other fields of the section that are set."""
     section, fields = config.model, {member.name: member for member in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given: dict[str, Any] = dict(section.arguments)
     for member in dataclasses.fields(ModelSection):
         value = getattr(section, member.name)
-        if member.name in ("name", "arguments", "preset", "initial") or value is None:
+        if member.name in ("name", "arguments", "preset", "initial", "hf") or value is None:
             continue
         if member.name not in fields:
             raise ConfigError(f"model.{member.name} = {value} is no field of {section.name}: leave it out")

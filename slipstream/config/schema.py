@@ -26,6 +26,9 @@ class ModelSection:
     initial: str = ""
     """A folder of Hugging Face to start from: its config.json is the model, its safetensors are the weights. The preset
     is not used then."""
+    hf: str = ""
+    """A config.json of transformers, or a folder with one, whose model is trained as transformers computes it (needs
+    slipstream[hf]). If the folder has weights, the run starts from them. The preset is not used then."""
     preset: str = "tiny"
     """One of tiny, small, 135m, 360m, 1b, 3b, 8b, 10b and 70b; with experts moe-2b and moe-10b."""
     vocab_size: int | None = None

@@ -24,6 +24,7 @@ from ..checkpoint.tensors import Description
 from ..errors import UsageError
 from ..model.hugging_face import config_json, source_of
 from ..model.registry import Decoder
+from ..model.spec import ModelSpec
 from .loading import MASTER, Source
 
 
@@ -44,21 +45,20 @@ def export(
     """Exports a checkpoint. progress: called with the bytes written so far, and with all bytes."""
     if source.checkpoint is None:
         raise UsageError(f"{source.where} is a folder of Hugging Face already: give a run")
-    try:
-        texts: dict[str, Any] = {"config.json": config_json(source.model, dtype, source.end_of_text_id)}
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    texts["config.json"]["slipstream"] = {"optimizer": source.optimizer, "step": source.checkpoint.step}
-    texts["generation_config.json"] = _generation_config(source)
-    texts |= _tokenizer_files(source)
+    texts = _tokenizer_files(source)
+    if isinstance(source.model, Decoder):
+        try:
+            texts["config.json"] = config_json(source.model, dtype, source.end_of_text_id)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        texts["config.json"]["slipstream"] = {"optimizer": source.optimizer, "step": source.checkpoint.step}
+        texts["generation_config.json"] = _generation_config(source)
     check_target(folder, overwrite)
-    entries, read = _tensors(source.checkpoint, source.model, getattr(torch, dtype))
-    total = sum(entry.nbytes for entry in entries.values())
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        files = write_weights(partial, entries, read, progress=lambda done: progress(done, total))
+        _write_weights(source.model, source.checkpoint, partial, getattr(torch, dtype), progress)
         for name, content in texts.items():
             text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
             (partial / name).write_bytes(text)
@@ -69,7 +69,25 @@ def export(
         raise UsageError(f"folder = {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(source.model.num_parameters(), tuple(sorted([*files, *texts])))
+    return Exported(source.model.num_parameters(), tuple(sorted(path.name for path in folder.iterdir())))
+
+
+def _write_weights(
+    model: ModelSpec,
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> None:
+    if isinstance(model, Decoder):
+        entries, read = _tensors(checkpoint, model, dtype)
+        total = sum(entry.nbytes for entry in entries.values())
+        write_weights(folder, entries, read, progress=lambda done: progress(done, total))
+        return
+    from ..hf import HuggingFaceModel  # the library is large
+
+    assert isinstance(model, HuggingFaceModel), "find_source returns no other models"
+    model.save(lambda name: checkpoint.read([MASTER + name])[MASTER + name], folder, dtype)
 
 
 def check_target(folder: Path, overwrite: bool) -> None:

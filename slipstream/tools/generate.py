@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..model.decoder import Cache
+from ..model.decoder import Block, Cache
 from .loading import Source
 
 
@@ -54,6 +54,7 @@ def generate(
     there."""
     device = next(layers.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
+    use_cache = use_cache and isinstance(layers[1], Block)  # models of transformers have caches of their own
     caches = [Cache(length) for _ in range(len(layers) - 2)] if use_cache else None
     tokens = list(prompt)
     fresh = tokens
@@ -71,7 +72,7 @@ def _last_logits(layers: nn.Sequential, ids: Tensor, caches: Sequence[Cache] | N
     embedding, *blocks, head = layers
     hidden = embedding(ids)
     for index, block in enumerate(blocks):
-        hidden = block(hidden, None if caches is None else caches[index])
+        hidden = block(hidden) if caches is None else block(hidden, caches[index])
     logits: Tensor = head(hidden[:, -1:])[0, -1]
     return logits
 

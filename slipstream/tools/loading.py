@@ -18,7 +18,7 @@ from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
 from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT
 from ..errors import UsageError
-from ..model.registry import Decoder
+from ..model.spec import ModelSpec
 
 MASTER = "master/"
 """Beginning of the names of the masters in a checkpoint."""
@@ -28,7 +28,8 @@ MASTER = "master/"
 class Source:
     """A model on disk."""
 
-    model: Decoder
+    path: Path
+    model: ModelSpec
     optimizer: str | None
     """Optimizer that made the weights. None if unknown."""
     checkpoint: Checkpoint | None
@@ -43,7 +44,7 @@ class Source:
 
     @property
     def where(self) -> str:
-        return self.model.initial if self.checkpoint is None else f"step {self.checkpoint.step}"
+        return str(self.path) if self.checkpoint is None else f"step {self.checkpoint.step}"
 
 
 def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Source:
@@ -61,14 +62,13 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
             f"{str(path)!r} has neither a config.toml nor a config.json: give the folder of a run or model"
         )
     model = model_of(config, 0)
-    if not isinstance(model, Decoder):
-        raise UsageError(
-            f"model.name = {config.model.name!r} is a model of your own, and only decoder is supported here"
-        )
+    if config.model.name != "decoder":
+        name = config.model.name
+        raise UsageError(f"model.name = {name!r} is a model of your own: load its checkpoint in a program of your own")
     text, end, end_id = _tokenizer(path, config, model)
     is_bytes = text is not None and json.loads(text)["model"].get("vocab") == byte_vocabulary()
     optimizer = config.optimizer.name if checkpoint else None
-    return Source(model, optimizer, checkpoint, text, end, end_id, is_bytes)
+    return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes)
 
 
 def open_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
@@ -82,7 +82,7 @@ def open_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> 
     return found
 
 
-def _tokenizer(path: Path, config: Config, model: Decoder) -> tuple[bytes | None, str | None, int | None]:
+def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | None, str | None, int | None]:
     """Returns the tokenizer.json, and the name and the id of the token that ends a document."""
     names = ENDS_OF_TEXT if config.data.end_of_text is None else (config.data.end_of_text,)
     if (path / "tokenizer.json").is_file():

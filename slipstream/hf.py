@@ -1,0 +1,312 @@
+"""Cuts a causal language model of transformers into layers, so that a pipeline can train it.
+
+    slipstream train --model.hf FOLDER_OR_CONFIG.json ...
+
+    spec = read_model("config.json", sequence_length=1024)       # in a program of your own
+    layers, loss = spec.layers_and_loss()
+
+The cut follows the plan that transformers itself has for pipelines (`config.base_model_pp_plan`): the embedding, the
+decoder layers, the norm. The head is the output projection. Rotary positions have no parameters, so every block keeps
+its own copy of that module. Masks of sliding windows are built in the block.
+
+A plan does not say everything that a model's forward does. So before anything is trained, a small model of the same
+configuration is built both ways and their logits are compared. A model whose forward does more, such as one that caps
+its logits, is refused.
+
+The library transformers is needed (the extra `hf`). Auxiliary losses of routers are not computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from .model.decoder import next_token_loss
+from .model.spec import Loss, ModelSpec, generator
+
+PROBE_VOCABULARY, PROBE_LENGTH, PROBE_LAYERS = 32, 24, 4
+TOLERANCE = 1e-4
+"""Largest difference of logits, as a share of the largest logit, up to which a cut counts as the same model."""
+PLAN = ("embed_tokens", "layers", "norm")
+"""Names in the plan of a model that can be cut."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel(ModelSpec):
+    """A causal language model of transformers."""
+
+    vocab_size: int
+    sequence_length: int
+    dim: int
+    num_layers: int
+    config_json: str
+    """The model's configuration, as transformers writes it."""
+    tied_embeddings: bool = False
+    folder: str = ""
+    """Folder with the weights to start from. Empty means random weights."""
+
+    def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
+        if loss_chunk_tokens:
+            raise ValueError("train.loss_chunk_tokens is for the decoder, and model.hf is another: leave it out")
+        return cut(_build(self.config())), next_token_loss
+
+    def config(self) -> Any:
+        """Returns the configuration as an object of transformers."""
+        return _config_of(json.loads(self.config_json) | {"num_hidden_layers": self.num_layers})
+
+    def resized(self, num_layers: int, num_dense_layers: int = 0) -> Self:
+        tree = json.loads(self.config_json)
+        if isinstance(kinds := tree.get("layer_types"), list):
+            tree["layer_types"] = [kinds[i % len(kinds)] for i in range(num_layers)]
+        return type(self)(
+            self.vocab_size,
+            self.sequence_length,
+            self.dim,
+            num_layers,
+            json.dumps(tree | {"num_hidden_layers": num_layers}),
+            self.tied_embeddings,
+            self.folder,
+        )
+
+    @torch.no_grad()
+    def initialise(self, layers: nn.Module, seed: int | None) -> None:
+        """Sets buffers and vectors as transformers does. Matrices are drawn from N(0, initializer_range^2), by name."""
+        found = dict(layers.named_children())
+        if self.tied_embeddings and "embedding" in found and "head" in found:
+            layers.get_submodule("head.output").weight = layers.get_submodule("embedding").weight
+        probe = dict(_probe(self.config_json).named_children())
+        kinds = [name for name in probe if name.startswith("block")]
+        config = self.config()
+        for layer_name, layer in found.items():
+            index = int(layer_name.removeprefix("block")) if layer_name.startswith("block") else 0
+            alike = probe[kinds[index % len(kinds)] if layer_name.startswith("block") else layer_name]
+            for name, buffer in layer.named_buffers():
+                buffer.copy_(alike.get_buffer(name))
+            for name, parameter in layer.named_parameters():
+                if seed is None:
+                    continue
+                full_name = f"{layer_name}.{name}"
+                if full_name == "head.output.weight" and self.tied_embeddings:
+                    full_name = "embedding.weight"
+                if parameter.ndim < 2:
+                    parameter.copy_(alike.get_parameter(name))
+                else:
+                    draw = torch.randn(parameter.shape, generator=generator(seed, full_name), device="cpu")
+                    parameter.copy_(draw.mul_(getattr(config, "initializer_range", 0.02)))
+        if self.folder and seed is not None:
+            self._read_weights(layers)
+
+    def _read_weights(self, layers: nn.Module) -> None:
+        """Reads the weights with transformers, which knows how each of its models is stored."""
+        import transformers
+
+        whole = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        weights = dict(cut(whole).named_parameters())
+        for name, parameter in layers.named_parameters():
+            source = "embedding.weight" if name == "head.output.weight" and name not in weights else name
+            parameter.copy_(weights[source])
+
+    def save(self, weight: Callable[[str], Tensor], folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Writes a folder that transformers loads. weight: returns a parameter by its name in the layers, as
+        `Pipeline.weights` and checkpoints have it."""
+        whole: Any = _build(self.config(), torch.device("cpu"))
+        with torch.no_grad():
+            for name, parameter in cut(whole).named_parameters():
+                parameter.copy_(weight(name))
+        whole.to(dtype).save_pretrained(folder)
+
+    def layer_flops(self) -> list[float]:
+        """Returns two FLOPs for every weight that a token meets. Of the experts of a block, it meets some."""
+        config = self.config()
+        num_experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
+        share = getattr(config, "num_experts_per_tok", 1) / num_experts if num_experts else 1.0
+        with torch.device("meta"):
+            layers = self.layers()
+        costs = []
+        for name, layer in layers.named_children():
+            matrices = [(key, p.numel()) for key, p in layer.named_parameters() if p.ndim > 1]
+            sizes = [size * (share if "experts." in key else 1.0) for key, size in matrices]
+            costs.append(0.0 if name == "embedding" else 2.0 * sum(sizes))
+        return costs
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names under which configurations have the number of experts of a block."""
+
+
+def read_model(source: str | Path, sequence_length: int | None = None) -> HuggingFaceModel:
+    """Reads the configuration of a model, and checks that its cut computes the same. Raises ValueError with one
+    sentence if it cannot be trained.
+
+    source: a config.json, or a folder that has one. If the folder has weights, the model starts from them.
+    sequence_length: None means that of the configuration.
+    """
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{str(file)!r} cannot be read ({error.strerror}): give a config.json or its folder"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON ({error}): give a config.json of transformers") from error
+    config = _config_of(tree)
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    numbers = {name: value for name, value in tree.items() if isinstance(value, (int, float)) and value}
+    dropouts = [f"{name} = {value}" for name, value in numbers.items() if "drop" in name]
+    if dropouts:
+        raise ValueError(f"{str(file)!r} has {', '.join(dropouts)}: set it to 0, because a pipeline repeats no draws")
+    _check_cut(json.dumps(tree), str(file))
+    _probe(json.dumps(tree))  # here and not in a stage: it changes torch's default dtype, which all threads share
+    return HuggingFaceModel(
+        vocab_size=config.vocab_size,
+        sequence_length=sequence_length or config.max_position_embeddings,
+        dim=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        config_json=json.dumps(tree),
+        tied_embeddings=bool(config.tie_word_embeddings),
+        folder=str(path) if has_weights else "",
+    )
+
+
+def _config_of(tree: Mapping[str, Any]) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("model.hf needs the library transformers: pip install 'slipstream[hf]'") from None
+    values = dict(tree)
+    try:
+        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"model_type = {tree.get('model_type')!r} is unknown to transformers ({error})") from error
+
+
+def _build(config: Any, device: torch.device | None = None) -> nn.Module:
+    """Builds the model. device: None means the current one, such as meta."""
+    import transformers
+
+    # The grouped kernel knows neither float64 nor, on a CPU, much speed.
+    experts = "grouped_mm" if torch.cuda.is_available() else "eager"
+    try:
+        with device or torch.empty(0).device:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="sdpa", experts_implementation=experts
+            )
+    except ValueError as error:
+        kind, reason = config.model_type, str(error).split(". ")[0]
+        raise ValueError(f"model_type = {kind!r} cannot be built ({reason}): use another") from error
+    return model
+
+
+# ---- the cut
+
+
+def cut(model: Any) -> nn.Sequential:
+    """Returns the layers of a causal language model: its embedding, its decoder layers, and norm and projection. They
+    share the model's parameters."""
+    base, config = model.base_model, model.config
+    plan = list(getattr(config, "base_model_pp_plan", None) or [name for name in PLAN if hasattr(base, name)])
+    if sorted(plan) != sorted(PLAN):
+        name = type(model).__name__
+        raise ValueError(f"a {name} consists of {', '.join(plan)}, and only {', '.join(PLAN)} can be cut")
+    usual = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * len(base.layers)
+    rotary = getattr(base, "rotary_emb", None)
+    blocks = [Block(layer, deepcopy(rotary), kinds[i], config) for i, layer in enumerate(base.layers)]
+    names = ["embedding", *(f"block{i}" for i in range(len(blocks))), "head"]
+    head = Head(base.norm, model.get_output_embeddings())
+    return nn.Sequential(OrderedDict(zip(names, [base.embed_tokens, *blocks, head], strict=True)))
+
+
+class Block(nn.Module):
+    """A decoder layer, with the rotary positions that the model computes once for all layers."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, kind: str, config: Any) -> None:
+        super().__init__()
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer_types has {kind!r}, and only full_attention and sliding_attention can be cut")
+        self.layer, self.rotary, self.kind = layer, rotary, kind
+        self.window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+        self._by_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        length = hidden.shape[1]
+        positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+        given: dict[str, Any] = {"attention_mask": self._mask(length, hidden.device), "position_ids": positions}
+        if self.rotary is not None:
+            kind = {"layer_type": self.kind} if self._by_kind else {}
+            given["position_embeddings"] = self.rotary(hidden, positions, **kind)
+        output = self.layer(hidden, **given)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def _mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Returns the mask of a sliding window. Without a mask, attention is causal."""
+        if self.window is None or self.window >= length:
+            return None
+        distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
+        return ((distance >= 0) & (distance < self.window))[None, None]
+
+
+class Head(nn.Module):
+    def __init__(self, norm: nn.Module, output: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.output = norm, output
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+
+# ---- the check
+
+
+def _small(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same configuration with few layers and a small vocabulary."""
+    num_layers = min(tree.get("num_hidden_layers", PROBE_LAYERS), PROBE_LAYERS)
+    small = dict(tree) | {"num_hidden_layers": num_layers, "vocab_size": PROBE_VOCABULARY}
+    if isinstance(tree.get("sliding_window"), int):
+        small["sliding_window"] = min(tree["sliding_window"], PROBE_LENGTH // 3)
+    if isinstance(kinds := tree.get("layer_types"), list):
+        small["layer_types"] = kinds[:num_layers]
+    return small | {name: None for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in tree}
+
+
+@cache
+def _probe(config_json: str) -> nn.Sequential:
+    """Returns the layers of a small model of the same kind, initialised by transformers. It is in float64, so that
+    constants are as exact as any dtype needs them."""
+    state, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return cut(_build(_config_of(_small(json.loads(config_json))), torch.device("cpu")))
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.random.set_rng_state(state)
+
+
+@torch.no_grad()
+def _check_cut(config_json: str, where: str) -> None:
+    """Raises ValueError unless the cut of a small model computes the logits of the model itself."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    model: Any = _build(_config_of(_small(json.loads(config_json))), torch.device("cpu")).eval()
+    torch.random.set_rng_state(state)
+    ids = torch.arange(PROBE_LENGTH).unsqueeze(0) % PROBE_VOCABULARY
+    try:
+        ours, theirs = cut(model)(ids), model(ids, use_cache=False).logits
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{where} is a model whose layers need more than hidden states ({error})") from error
+    if (ours - theirs).abs().max() > TOLERANCE * theirs.abs().max():
+        raise ValueError(f"{where} is a {type(model).__name__}, whose forward does more than its pipeline plan says")
