@@ -1,5 +1,5 @@
 """The command line: init | train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare
-| export | generate.
+| export | generate | eval.
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
@@ -14,6 +14,7 @@
     slipstream prepare SOURCE ... --output PREFIX
     slipstream export RUN[@STEP] FOLDER
     slipstream generate RUN[@STEP]|FOLDER --prompt TEXT
+    slipstream eval RUN[@STEP]|FOLDER --tasks TASK ...
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
 and exit code 1.
@@ -50,6 +51,7 @@ COMMANDS = (
     "prepare",
     "export",
     "generate",
+    "eval",
 )
 """Names of all commands. Each is a module of this package that has a function `main(arguments)`."""
 

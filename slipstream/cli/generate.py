@@ -47,11 +47,9 @@ def main(arguments: list[str]) -> None:
         raise UsageError(f"samples = {given.samples} writes nothing: use 1 or more")
     path, step = run_and_step(given.source)
 
-    import torch
-
     from ..observe.console import Screen
     from ..tools.generate import Sampling, Text, generate
-    from ..tools.loading import find_source, load
+    from ..tools.loading import find_source, load, place
 
     sampling = Sampling(given.max_tokens, given.temperature, given.top_k, given.top_p, given.seed)
     source = find_source(path, step, Screen().print)
@@ -62,12 +60,7 @@ def main(arguments: list[str]) -> None:
         raise UsageError("prompt = '' has no tokens: give at least one letter")
     if len(prompt) >= length:
         raise UsageError(f"prompt has {len(prompt)} tokens, and the model {length} positions: shorten it")
-    has_gpu = torch.cuda.is_available()
-    if given.device == "cuda" and not has_gpu:
-        raise UsageError("device = 'cuda' finds no CUDA device here: use --device cpu")
-    device = torch.device("cuda" if given.device != "cpu" and has_gpu else "cpu")
-    dtype = getattr(torch, given.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    layers = load(source, device, dtype)
+    layers = load(source, *place(given.device, given.dtype))
     for sample in range(given.samples):
         drawn = Sampling(
             given.max_tokens, given.temperature, given.top_k, given.top_p, sampling.seed + sample, source.end_of_text_id

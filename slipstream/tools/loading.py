@@ -104,6 +104,16 @@ def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | No
     return text, end, None if end is None else ids[end]
 
 
+def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """Returns where and in which dtype to compute. device: "auto", "cpu" or "cuda". dtype: None means bfloat16 on a GPU
+    and float32 on a CPU."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise UsageError("device = 'cuda' finds no CUDA device here: use --device cpu")
+    found = torch.device("cuda" if device != "cpu" and has_gpu else "cpu")
+    return found, getattr(torch, dtype or ("bfloat16" if found.type == "cuda" else "float32"))
+
+
 @torch.no_grad()
 def load(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
     """Returns the layers with their weights, read one tensor at a time."""
