@@ -13,8 +13,8 @@
     slipstream timeline RUN [--start S --seconds S]
     slipstream prepare SOURCE ... --output PREFIX
     slipstream export RUN[@STEP] FOLDER
-    slipstream generate RUN[@STEP]|FOLDER --prompt TEXT
-    slipstream eval RUN[@STEP]|FOLDER --tasks TASK ...
+    slipstream generate RUN --prompt TEXT
+    slipstream eval RUN --tasks TASK ...
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
 and exit code 1.

@@ -41,7 +41,6 @@ NOT_RUN = {
     r"--(data\.loader|model\.name|run\.sinks) my|mydata|mymodels|mysinks": "tests/docs/test_adding.py follows the page",
 }
 BEFORE = {
-    "hugging_face.md": ("slipstream train --train.steps 6 --run.name short",),
     "reports.md": (
         "slipstream train --train.steps 6 --run.name short",
         "slipstream train --train.steps 6 --run.name joined",
