@@ -92,7 +92,7 @@ class DataConfig:
     loader: str = "files"
     """What reads the corpus: "files", or the import path of a function of your own: see slipstream/data/loaders.py."""
     token_dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    """Type of the ids in .bin shards that have no .json file beside them."""
+    """Type of the ids in .bin shards that neither a .json file nor a header of Megatron or llm.c describes."""
 
 
 @dataclass(frozen=True)
