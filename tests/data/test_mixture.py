@@ -19,7 +19,7 @@ from slipstream.data import Batches, Corpus, DataError, Source, Tokens, corpus_o
 from slipstream.data.mixture import MAX_PERIOD, turns
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import IGNORE
-from slipstream.train.build import build_components
+from slipstream.train.build import _corpus, build_components
 from slipstream.train.describe import describe
 from slipstream.train.trainer import train
 
@@ -264,6 +264,22 @@ def test_a_mixed_run_resumes_exactly_in_another_layout(tiny: Config, texts: tupl
     other = {"checkpoint__resume": True, "pipeline__microbatches": 2, "pipeline__replicas": 2}
     parted = weights_after("parted", {"train__steps": 3}, other)
     assert parted[0] == pytest.approx(whole[0], rel=1e-9) and parted[1] == whole[1]
+
+
+def test_a_run_that_goes_on_with_other_weights_or_another_source_says_so(
+    tiny: Config, texts: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "last.txt").write_text("l" * 999)
+    sources = (*texts, str(tmp_path / "last.txt"))
+    config = changed(tiny, data__sources=sources, data__weights=(0.6, 0.2, 0.2))
+    train(config)
+    Path(texts[1]).write_text("d" * 999)  # the middle one: the ends and the length of all tokens stay the same
+    _corpus.cache_clear()  # a process reads a corpus once
+    capsys.readouterr()
+    train(changed(config, data__weights=(0.5, 0.25, 0.25), train__steps=8, checkpoint__resume=True))
+    said = capsys.readouterr().out
+    assert "data.weights was [0.6, 0.2, 0.2] until step 6, and is [0.5, 0.25, 0.25] from here on" in said
+    assert "the corpus is another than until step 6" in said
 
 
 def test_a_source_shorter_than_a_sequence_is_refused_by_name(tiny: Config, texts: tuple[str, str]) -> None:
