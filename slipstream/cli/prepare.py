@@ -23,7 +23,7 @@ class PrepareArguments:
     """
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ...")]
-    """Text or JSONL files, folders or globs."""
+    """Text, JSONL or Parquet files, folders or globs. Parquet needs slipstream[parquet]."""
     output: str
     """Path and beginning of the shards' names: data/web gives data/web.train.00000.bin and so on."""
     tokenizer: str = "bytes"
@@ -36,7 +36,7 @@ class PrepareArguments:
     validation_fraction: float = 0.05
     """The part that is held out: the end of the tokens."""
     text_field: str = "text"
-    """The field of a JSONL object that holds its text."""
+    """The field of a JSONL object, or the column of a Parquet file, that holds the text."""
     overwrite: bool = False
     """Replace earlier shards of the same name."""
 

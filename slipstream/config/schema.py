@@ -78,8 +78,12 @@ class DataConfig:
     """Files (.txt, .jsonl, .bin), folders or globs. "builtin" is the source code of Python's standard library."""
     validation_sources: tuple[str, ...] = ()
     """Files, folders or globs that are held out for validation. If empty, a part of `sources` is held out."""
+    weights: tuple[float, ...] = ()
+    """Share of the training sequences that comes from each of `sources`, in their order: 0.7 0.3, or 7 3. If empty,
+    all sources are read as one text."""
     validation_fraction: float = 0.05
-    """The part that is held out: the end of the tokens, or whole files of "builtin". Shards may bring their own."""
+    """The part that is held out: the end of the tokens (with `weights`: of each source), or whole files of "builtin".
+    Shards may bring their own."""
     tokenizer: str = "bytes"
     """Turns text into tokens: "bytes", or a tokenizer.json or its folder (needs slipstream[text]). Shards are tokens
     already."""
@@ -91,7 +95,7 @@ class DataConfig:
     loader: str = "files"
     """What reads the corpus: "files", or the import path of a function of your own: see slipstream/data/loaders.py."""
     token_dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    """Type of the ids in .bin shards that have no .json file beside them."""
+    """Type of the ids in .bin shards that neither a .json file nor a header of Megatron or llm.c describes."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ get the same batches."""
 from .batches import Batches, ValidationBatches, validation_batches
 from .corpus import Corpus, DataConfig, load_corpus
 from .loaders import corpus_of
+from .mixture import Source
 from .prepare import prepare
 from .tokens import DataError, Tokens
 
@@ -12,6 +13,7 @@ __all__ = [
     "Corpus",
     "DataConfig",
     "DataError",
+    "Source",
     "Tokens",
     "ValidationBatches",
     "corpus_of",

@@ -2,20 +2,24 @@
 
 A corpus of n tokens has (n - 1) // sequence_length windows. Window w reads the tokens from w * sequence_length on, and
 its targets are the same tokens shifted by one. An epoch visits every window once, and every epoch has another order.
+If sources are mixed by weight, each source has windows, epochs and an order of its own (see `mixture`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..model.decoder import IGNORE
+from .mixture import Source, turns
 from .tokens import DataError, Tokens
 
 BLOCK = 1024
@@ -41,6 +45,8 @@ class Batches:
     """Number of microbatches in each step, over all replicas."""
     seed: int = 0
     """Seed of the order of the windows."""
+    sources: tuple[Source, ...] = ()
+    """Sources to mix by weight, in the order of `tokens`. Empty: all tokens are one source."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -48,88 +54,166 @@ class Batches:
             microbatch_size=self.microbatch_size,
             num_microbatches=self.num_microbatches,
         )
-        _check_window(self.tokens, self.sequence_length, "training")
+        for source in self._sources:
+            _check_window(source.num_tokens, self.sequence_length, "training", source.name)
+        if self._first_tokens[-1] != len(self.tokens):
+            raise DataError(
+                f"sources have {self._first_tokens[-1]} tokens, but there are {len(self.tokens)}: name all of them."
+            )
+
+    @cached_property
+    def _sources(self) -> tuple[Source, ...]:
+        return self.sources or (Source("", 1.0, len(self.tokens)),)
+
+    @cached_property
+    def _weights(self) -> tuple[float, ...]:
+        return tuple(source.weight for source in self._sources)
+
+    @cached_property
+    def _first_tokens(self) -> list[int]:
+        """Returns the position of the first token of every source, and the number of all tokens."""
+        return list(accumulate((source.num_tokens for source in self._sources), initial=0))
+
+    @cached_property
+    def _first_windows(self) -> list[int]:
+        """Returns the number of the first window of every source, and the number of all windows."""
+        sizes = (_num_windows(source.num_tokens, self.sequence_length) for source in self._sources)
+        return list(accumulate(sizes, initial=0))
 
     @property
     def num_windows(self) -> int:
-        """Returns the number of samples in an epoch."""
-        return _num_windows(self.tokens, self.sequence_length)
+        """Returns the number of windows of all sources together."""
+        return self._first_windows[-1]
+
+    def epochs(self, num_steps: int) -> list[float]:
+        """Returns how many times the first `num_steps` steps read the tokens of each source."""
+        num_samples = turns(self._weights).num_samples(num_steps * self.num_microbatches * self.microbatch_size)
+        return [
+            count * self.sequence_length / source.num_tokens
+            for count, source in zip(num_samples, self._sources, strict=True)
+        ]
 
     def num_tokens(self, step: int) -> int:
         """Returns the number of targets that count in the loss, in the whole batch of a step."""
         return self.num_microbatches * self.microbatch_size * self.sequence_length
 
     def windows(self, step: int, microbatch: int) -> list[int]:
-        """Returns the windows of one microbatch. Microbatches are counted from 0 in each step."""
+        """Returns the windows of one microbatch. Microbatches are counted from 0 in each step, and windows through all
+        sources."""
         if step < 0 or not 0 <= microbatch < self.num_microbatches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
         first = (step * self.num_microbatches + microbatch) * self.microbatch_size
-        size = min(BLOCK, self.num_windows)
-        blocks = range(first // size, (first + self.microbatch_size - 1) // size + 1)
-        order = np.concatenate([_shuffled_block(block, size, self.num_windows, self.seed) for block in blocks])
-        start = first - blocks[0] * size
-        return order[start : start + self.microbatch_size].tolist()
+        if len(self._sources) == 1:
+            return self._order(0, first, self.microbatch_size).tolist()
+        sources, ranks = turns(self._weights).of(first, self.microbatch_size)
+        windows = np.empty_like(ranks)
+        for source in np.unique(sources):
+            own = sources == source  # their ranks are consecutive
+            windows[own] = self._order(int(source), int(ranks[own][0]), int(own.sum()))
+        return windows.tolist()
 
     def __call__(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, each int64 of shape (microbatch_size, sequence_length)."""
-        return _read(self.tokens, self.windows(step, microbatch), self.sequence_length)
+        return _read(self.tokens, map(self._start, self.windows(step, microbatch)), self.sequence_length)
+
+    def _start(self, window: int) -> int:
+        """Returns the position of the first token of a window."""
+        source = bisect_right(self._first_windows, window) - 1
+        return self._first_tokens[source] + (window - self._first_windows[source]) * self.sequence_length
+
+    def _order(self, source: int, first: int, count: int) -> np.ndarray:
+        """Returns the windows that `count` samples of one source read, from its sample `first` on."""
+        num_windows = self._first_windows[source + 1] - self._first_windows[source]
+        seed = f"{self.seed}.{source}" if source else f"{self.seed}"  # sources of one size have different orders
+        size = min(BLOCK, num_windows)
+        blocks = range(first // size, (first + count - 1) // size + 1)
+        order = np.concatenate([_shuffled_block(block, size, num_windows, seed) for block in blocks])
+        start = first - blocks[0] * size
+        return self._first_windows[source] + order[start : start + count]
 
 
 @dataclass(frozen=True, eq=False)
 class ValidationBatches:
-    """The validation data, in the order of the corpus: `batches(index)` for index in range(len(batches))."""
+    """The validation data: `batches(index)` for index in range(len(batches))."""
 
     tokens: Tokens
+    """Tokens to read from."""
     sequence_length: int
+    """Number of tokens in each row."""
     microbatch_size: int
-    num_batches: int
+    """Number of rows in each batch."""
+    starts: Sequence[int]
+    """Position of the first token of every window, in the order in which windows are read."""
 
     def __len__(self) -> int:
-        return self.num_batches
+        return -(-len(self.starts) // self.microbatch_size)
 
     def num_tokens(self, index: int) -> int:
         """Returns the number of targets that count in the loss, in one batch."""
-        return len(self._windows(index)) * self.sequence_length
+        return len(self._starts(index)) * self.sequence_length
 
     def __call__(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of the same shape as in `Batches`.
 
         In the last batch, missing rows are filled with zeros, and their targets are IGNORE.
         """
-        inputs, targets = _read(self.tokens, self._windows(index), self.sequence_length)
+        inputs, targets = _read(self.tokens, self._starts(index), self.sequence_length)
         missing = (self.microbatch_size - len(inputs), self.sequence_length)
         inputs = torch.cat((inputs, inputs.new_zeros(missing)))
         return inputs, torch.cat((targets, targets.new_full(missing, IGNORE)))
 
-    def _windows(self, index: int) -> range:
-        if not 0 <= index < self.num_batches:
-            raise IndexError(f"validation batch {index} of {self.num_batches}")
-        windows = range(_num_windows(self.tokens, self.sequence_length))
-        return windows[index * self.microbatch_size : (index + 1) * self.microbatch_size]
+    def _starts(self, index: int) -> Sequence[int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"validation batch {index} of {len(self)}")
+        return self.starts[index * self.microbatch_size : (index + 1) * self.microbatch_size]
 
 
 def validation_batches(
-    tokens: Tokens, sequence_length: int, microbatch_size: int, max_batches: int | None = None
+    tokens: Tokens,
+    sequence_length: int,
+    microbatch_size: int,
+    max_batches: int | None = None,
+    sources: Sequence[Source] = (),
 ) -> ValidationBatches:
-    """Returns batches that contain every held-out window once.
+    """Returns batches that contain every held-out window once, in the order of the tokens.
 
-    max_batches: only the first `max_batches` batches are used. None means all.
+    max_batches: only the first `max_batches` batches are used. None means all. sources: mixed sources whose held-out
+    parts make up `tokens`. They are mixed by their weights as long as they have windows, so that the first batches are
+    like those of the training.
     """
     _check_positive(sequence_length=sequence_length, microbatch_size=microbatch_size)
-    _check_window(tokens, sequence_length, "validation")
-    num_batches = -(-_num_windows(tokens, sequence_length) // microbatch_size)
     if max_batches is not None:
         _check_positive(max_batches=max_batches)
-        num_batches = min(num_batches, max_batches)
-    return ValidationBatches(tokens, sequence_length, microbatch_size, num_batches)
+    parts = [source for source in sources if source.num_held_out] or [Source("", 1.0, 0, len(tokens))]
+    _check_window(max(part.num_held_out for part in parts), sequence_length, "validation")
+    most = max(_num_windows(part.num_held_out, sequence_length) for part in parts) * len(parts)
+    limit = most if max_batches is None else min(most, max_batches * microbatch_size)
+    if len(parts) == 1:
+        num_windows = min(_num_windows(len(tokens), sequence_length), limit)
+        starts: Sequence[int] = range(0, num_windows * sequence_length, sequence_length)
+    else:
+        starts = _mixed_starts(parts, sequence_length, limit)
+    return ValidationBatches(tokens, sequence_length, microbatch_size, starts)
 
 
-@lru_cache(maxsize=16)
-def _shuffled_block(block: int, size: int, num_windows: int, seed: int) -> np.ndarray:
+def _mixed_starts(parts: Sequence[Source], sequence_length: int, limit: int) -> list[int]:
+    """Returns the first `limit` held-out windows. Window w of a source has its turn at (w + 1/2) / weight."""
+    starts, times, before = [], [], 0
+    for part in parts:
+        windows = np.arange(min(_num_windows(part.num_held_out, sequence_length), limit))
+        starts.append(before + windows * sequence_length)
+        times.append((windows + 0.5) / part.weight)
+        before += part.num_held_out
+    order = np.argsort(np.concatenate(times), kind="stable")
+    return np.concatenate(starts)[order][:limit].tolist()
+
+
+@lru_cache(maxsize=256)
+def _shuffled_block(block: int, size: int, num_windows: int, seed: str) -> np.ndarray:
     return shuffled(range(block * size, (block + 1) * size), num_windows, seed)
 
 
-def shuffled(samples: Sequence[int], num_windows: int, seed: int) -> np.ndarray:
+def shuffled(samples: Sequence[int], num_windows: int, seed: int | str) -> np.ndarray:
     """Returns the window that each sample reads. Each epoch is a permutation of the windows, which needs no table in
     memory.
 
@@ -151,7 +235,7 @@ def shuffled(samples: Sequence[int], num_windows: int, seed: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
+def _round_keys(seed: int | str, epoch: int) -> np.ndarray:
     return np.frombuffer(hashlib.sha512(f"{seed}/{epoch}".encode()).digest(), dtype="<u8").astype(np.uint64)
 
 
@@ -163,12 +247,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(31)
 
 
-def _num_windows(tokens: Tokens, sequence_length: int) -> int:
-    return max(len(tokens) - 1, 0) // sequence_length
+def _num_windows(num_tokens: int, sequence_length: int) -> int:
+    return max(num_tokens - 1, 0) // sequence_length
 
 
-def _read(tokens: Tokens, windows: Iterable[int], sequence_length: int) -> tuple[Tensor, Tensor]:
-    starts = (window * sequence_length for window in windows)
+def _read(tokens: Tokens, starts: Iterable[int], sequence_length: int) -> tuple[Tensor, Tensor]:
     rows = torch.from_numpy(np.stack([tokens.read(start, start + sequence_length + 1) for start in starts]))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -179,9 +262,9 @@ def _check_positive(**fields: int) -> None:
             raise DataError(f"{field} is {value}: set it to 1 or more.")
 
 
-def _check_window(tokens: Tokens, sequence_length: int, part: str) -> None:
-    if len(tokens) <= sequence_length:
+def _check_window(num_tokens: int, sequence_length: int, part: str, source: str = "") -> None:
+    if num_tokens <= sequence_length:
         raise DataError(
-            f"sequence_length is {sequence_length}, so one window takes {sequence_length + 1} tokens, "
-            f"but there are {len(tokens)} for {part}: shorten it or give more data."
+            f"sequence_length is {sequence_length}, so one window takes {sequence_length + 1} tokens, but there are "
+            f"{num_tokens} for {part}{f' in {source!r}' if source else ''}: shorten it or give more data."
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..config.files import read_plain_file
 from ..config.schema import BUILTIN, DataConfig
+from .mixture import Source, turns
 from .shards import DTYPES, read_shard, tokenizer_beside
 from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, name_of, read_pieces
 from .tokens import DataError, Tokens, num_held_out
@@ -37,6 +38,8 @@ class Corpus:
     """Name of the tokenizer that made the ids: "bytes", a file's name and hash, or "unknown"."""
     tokenizer_json: bytes | None = None
     """Content of the tokenizer's file. None means that there is no such file, or that its path is unknown."""
+    sources: tuple[Source, ...] = ()
+    """Sources to mix by weight, in the order of `train`. Empty: all tokens are one source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,29 +64,69 @@ def load_corpus(config: DataConfig) -> Corpus:
     if builtin and len(config.sources) > 1:
         raise DataError(f"data.sources is {list(config.sources)}, but {BUILTIN!r} stands alone: name one or the other.")
 
-    files = [] if builtin else expand(config.sources, "data.sources")
+    _check_weights(config)
+
+    together = [(source,) for source in config.sources] if config.weights else [config.sources]
+    groups = [[] if builtin else expand(sources, "data.sources") for sources in together]
     held_out_files = expand(config.validation_sources, "data.validation_sources") if config.validation_sources else []
-    _check_files(files, held_out_files, builtin)
-    parts = _read_builtin(config) if builtin else _read_files(files, config)
+    _check_groups(groups)
+    _check_files([file for files in groups for file in files], held_out_files, builtin)
+    divided = [_read_builtin(config) if builtin else _read_files(files, config) for files in groups]
     held_out_parts = [replace(part, held_out=True) for part in _read_files(held_out_files, config)]
-    every = parts + held_out_parts
+    every = [part for parts in divided for part in parts] + held_out_parts
 
     if len(tokenizers := sorted({part.tokenizer for part in every})) > 1:
         raise DataError(f"data.sources mixes ids made by {' and '.join(tokenizers)}: keep to one tokenizer.")
     largest = max(part.vocab_size for part in every)
 
-    train = Tokens(tuple(part.ids for part in parts if not part.held_out))
-    held_out = Tokens(tuple(part.ids for part in held_out_parts or parts if part.held_out))
-    if config.validation_sources and not len(held_out):
+    named = Tokens(tuple(part.ids for part in held_out_parts))
+    if config.validation_sources and not len(named):
         raise DataError(
             f"data.validation_sources is {list(config.validation_sources)}, which holds no text: give some."
         )
-    if not len(held_out):
-        train, held_out = train.split(len(train) - num_held_out(len(train), config.validation_fraction))
-    if not len(train):
-        raise DataError(f"data.sources is {list(config.sources)}, which holds no text to train on: give some.")
+    splits = []
+    for sources, parts in zip(together, divided, strict=True):
+        train = Tokens(tuple(part.ids for part in parts if not part.held_out))
+        held_out = Tokens(() if len(named) else tuple(part.ids for part in parts if part.held_out))
+        if not len(named) and not len(held_out):
+            train, held_out = train.split(len(train) - num_held_out(len(train), config.validation_fraction))
+        if not len(train):
+            raise DataError(f"data.sources is {list(sources)}, which holds no text to train on: give some.")
+        splits.append((train, held_out))
     kept = next((part.tokenizer_json for part in every if part.tokenizer_json is not None), None)
-    return Corpus(train, held_out, largest, tokenizers[0], kept)
+    return Corpus(
+        Tokens(tuple(part for train, _ in splits for part in train.parts)),
+        named if len(named) else Tokens(tuple(part for _, held_out in splits for part in held_out.parts)),
+        largest,
+        tokenizers[0],
+        kept,
+        tuple(
+            Source(name, weight, len(train), len(held_out))
+            for name, weight, (train, held_out) in zip(config.sources, config.weights, splits, strict=True)
+        )
+        if config.weights
+        else (),
+    )
+
+
+def _check_weights(config: DataConfig) -> None:
+    if not config.weights:
+        return
+    if len(config.weights) != len(config.sources):
+        raise DataError(
+            f"data.weights has {len(config.weights)} weights for the {len(config.sources)} entries of data.sources: "
+            "give one for each, and quote globs on the command line, where the shell would expand them."
+        )
+    turns(config.weights)  # raises an error if they cannot be used
+
+
+def _check_groups(groups: list[list[Path]]) -> None:
+    seen: set[Path] = set()
+    for files in groups:
+        own = {file.resolve() for file in files}
+        if both := own & seen:
+            raise DataError(f"data.sources names {str(min(both))!r} under two weights: leave it in one source.")
+        seen |= own
 
 
 def _check_files(files: list[Path], held_out_files: list[Path], builtin: bool) -> None:

@@ -35,4 +35,9 @@ def corpus_of(config: DataConfig) -> Corpus:
         raise DataError(f"data.loader = {config.loader!r} failed ({reason}): change the function") from error
     if not isinstance(corpus, Corpus):
         raise DataError(f"data.loader = {config.loader!r} returned a {type(corpus).__name__}: return a Corpus")
+    if config.weights and not corpus.sources:
+        raise DataError(
+            f"data.weights = {list(config.weights)} has no effect with data.loader = {config.loader!r}, whose Corpus "
+            "has no sources: return them, or leave the weights out"
+        )
     return corpus

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from ..config.files import expand_home
+from .parquet import check_parquet, read_parquet
 from .shards import DTYPES, SPLITS, ShardInfo, sidecar, tokenizer_beside, write_sidecar
-from .text import SHARD_SUFFIX, Piece, encode, expand, load_tokenizer, read_pieces
+from .text import PARQUET_SUFFIX, SHARD_SUFFIX, TEXT_SUFFIXES, Piece, encode, expand, load_tokenizer, read_pieces
 from .tokens import DataError, num_held_out
 
 
@@ -59,7 +60,7 @@ def prepare(
         raise DataError(f"shard_tokens is {shard_tokens}: set it to 1 or more.")
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction is {validation_fraction}: set it to at least 0 and below 1.")
-    paths = expand(sources, "sources")
+    paths = expand(sources, "sources", (*TEXT_SUFFIXES, PARQUET_SUFFIX, SHARD_SUFFIX))
     for path in paths:
         if path.suffix == SHARD_SUFFIX:
             raise DataError(f"sources names {str(path)!r}, which is a token shard already: give text.")
@@ -74,6 +75,9 @@ def prepare(
     if stale and not overwrite:
         raise DataError(f"output_prefix would overwrite {str(stale[0])!r}: choose another, or allow overwriting.")
     chosen = load_tokenizer(tokenizer, end_of_text=end_of_text)
+    for path in paths:
+        if path.suffix == PARQUET_SUFFIX:
+            check_parquet(path, text_field)
     report = progress or (lambda done_bytes, total_bytes: None)
 
     with _folder(prefix.parent), tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
@@ -88,7 +92,8 @@ def prepare(
 
         with stream.open("wb") as file:
             for path in paths:
-                for ids, position in encode(counted(read_pieces(path, text_field)), chosen):
+                read = read_parquet if path.suffix == PARQUET_SUFFIX else read_pieces
+                for ids, position in encode(counted(read(path, text_field)), chosen):
                     ids.astype(DTYPES[chosen.dtype], copy=False).tofile(file)
                     report(before + position, total)
                 before += path.stat().st_size

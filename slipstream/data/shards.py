@@ -7,12 +7,14 @@ rejected.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..config.files import read_plain_file
+from .foreign_shards import INDEX_SUFFIX, ForeignShard, foreign_shard
 from .tokens import DataError
 
 DTYPES: dict[str, np.dtype] = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -52,9 +54,14 @@ def write_sidecar(shard: Path, info: ShardInfo) -> None:
 def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardInfo]:
     """Maps a shard into memory and checks every id.
 
-    token_dtype: dtype of the ids if there is no sidecar.
+    A shard of another program is recognised by its header (see `foreign_shards`).
+
+    token_dtype: dtype of the ids if neither a sidecar nor a header tells it.
     """
-    info = _read_sidecar(sidecar(shard)) if sidecar(shard).exists() else None
+    has_index = shard.with_suffix(INDEX_SUFFIX).exists()
+    info = _read_sidecar(sidecar(shard)) if sidecar(shard).exists() and not has_index else None
+    if info is None and (found := foreign_shard(shard)) is not None:
+        return _map_foreign(shard, found, token_dtype)
     if info is None and token_dtype is None:
         raise DataError(
             f"{str(shard)!r} has no {sidecar(shard).name} beside it to tell its type: set data.token_dtype."
@@ -86,9 +93,26 @@ def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardI
     return ids, info
 
 
+def _map_foreign(shard: Path, found: ForeignShard, token_dtype: str | None) -> tuple[np.ndarray, ShardInfo]:
+    if token_dtype not in (None, found.dtype):
+        raise DataError(
+            f"data.token_dtype is {token_dtype!r}, but {str(shard)!r} has a header or an index that says "
+            f"{found.dtype!r}: leave data.token_dtype out."
+        )
+    dtype = np.dtype(found.dtype).newbyteorder("<")
+    ids = np.memmap(shard, dtype=dtype, mode="r", offset=found.offset, shape=(found.num_tokens,))
+    if dtype.kind == "i" and (smallest := min(int(chunk.min()) for chunk in _chunks(ids))) < 0:
+        raise DataError(f"{str(shard)!r} holds the id {smallest}: it is damaged, so write it again.")
+    return ids, ShardInfo(found.dtype, _largest(ids) + 1, len(ids), "unknown")
+
+
 def _largest(ids: np.ndarray) -> int:
-    """Returns the largest id. Reads in chunks, so that a shard larger than memory does not fill it."""
-    return max(int(ids[start : start + _CHUNK_TOKENS].max()) for start in range(0, len(ids), _CHUNK_TOKENS))
+    return max(int(chunk.max()) for chunk in _chunks(ids))
+
+
+def _chunks(ids: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the ids in chunks, so that a shard larger than memory does not fill it."""
+    return (ids[start : start + _CHUNK_TOKENS] for start in range(0, len(ids), _CHUNK_TOKENS))
 
 
 def _read_sidecar(path: Path) -> ShardInfo:

@@ -26,6 +26,7 @@ ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of
 """Names of the token that ends a document, in the order in which they are looked up in a tokenizer."""
 NO_END_OF_TEXT = "none"
 TEXT_SUFFIXES = (".txt", ".jsonl")
+PARQUET_SUFFIX = ".parquet"
 SHARD_SUFFIX = ".bin"
 
 _SEPARATOR = re.compile(r"^<\|endoftext\|>\r?(?:\n|\Z)", re.MULTILINE)
@@ -128,12 +129,11 @@ def _end_of_text(id_of: Callable[[str], int | None], tokenizer: str, section: st
     return found
 
 
-def expand(sources: Sequence[str], field: str) -> list[Path]:
+def expand(sources: Sequence[str], field: str, suffixes: Sequence[str] = (*TEXT_SUFFIXES, SHARD_SUFFIX)) -> list[Path]:
     """Returns the files that a list of files, folders and globs refers to, in a stable order.
 
-    field: name of the setting in error messages.
+    field: name of the setting in error messages. suffixes: suffixes of the files that can be read.
     """
-    suffixes = (*TEXT_SUFFIXES, SHARD_SUFFIX)
     known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     files: list[Path] = []
     for source in sources:
@@ -141,6 +141,7 @@ def expand(sources: Sequence[str], field: str) -> list[Path]:
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
             if not found:
+                _refuse_parquet(sorted(path.rglob(f"*{PARQUET_SUFFIX}")), field)
                 raise DataError(f"{field} names the folder {source!r}, which holds no {known} file: add one.")
         elif path.is_file():
             found = [path]
@@ -150,11 +151,21 @@ def expand(sources: Sequence[str], field: str) -> list[Path]:
                 raise DataError(f"{field} names {source!r}, which does not exist: give a file, a folder or a glob.")
         for file in found:
             if file.suffix not in suffixes:
+                _refuse_parquet([file], field)
                 raise DataError(f"{field} names {str(file)!r}, whose suffix is not known: give a {known} file.")
         files += found
     if not files:
         raise DataError(f"{field} is empty: give at least one file, folder or glob.")
     return list(dict.fromkeys(files))
+
+
+def _refuse_parquet(files: list[Path], field: str) -> None:
+    for file in files:
+        if file.suffix == PARQUET_SUFFIX:
+            raise DataError(
+                f"{field} names {str(file)!r}, which only slipstream prepare reads: run slipstream prepare on it, and "
+                "name the shards that it writes."
+            )
 
 
 def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:

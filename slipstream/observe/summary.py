@@ -78,6 +78,8 @@ class ModelFacts:
     layers_per_stage: list[int]
     tokens_per_step: int
     tokenizer: str
+    sources: list[dict[str, Any]]
+    """Name, weight and number of tokens of every source, and how many times the run has read it."""
 
 
 def summarise(
@@ -116,6 +118,7 @@ def summarise(
         "resumed_at": first_step or None,
         "parameters": model.num_parameters,
         "tokens": tokens,
+        "sources": model.sources,
         "first_loss": losses[0] if losses else None,
         "last_loss": statistics.fmean(tail) if tail else None,
         "val_loss": val_loss,

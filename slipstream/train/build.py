@@ -16,7 +16,7 @@ from ..config.models import model_of, recomputed_layers
 from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of, validate
 from ..config.schema import Config, DataConfig
-from ..data import Batches, Corpus, Tokens, ValidationBatches, corpus_of, validation_batches
+from ..data import Batches, Corpus, ValidationBatches, corpus_of, validation_batches
 from ..errors import ConfigError, UsageError
 from ..model.spec import ModelSpec
 from ..observe.sinks import sink_classes
@@ -168,24 +168,31 @@ def _has_tied(config: Config, model: ModelSpec) -> bool:
 
 def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches, ValidationBatches | None]:
     length, size = model.sequence_length, config.train.microbatch_size
-    _check_window(corpus.train, "training", length, "give data.sources more text")
+    for source in corpus.sources:
+        _check_window(source.num_tokens, f"training in {source.name!r}", length, "give that source more text")
+    _check_window(len(corpus.train), "training", length, "give data.sources more text")
     batches = Batches(
-        corpus.train, length, size, config.pipeline.microbatches * config.pipeline.replicas, seed=config.train.seed
+        corpus.train,
+        length,
+        size,
+        config.pipeline.microbatches * config.pipeline.replicas,
+        config.train.seed,
+        corpus.sources,
     )
     if not config.evaluation.batches:
         return batches, None
     _check_window(
-        corpus.validation,
+        max((source.num_held_out for source in corpus.sources), default=0) or len(corpus.validation),
         "validation",
         length,
         "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
     )
-    return batches, validation_batches(corpus.validation, length, size, config.evaluation.batches)
+    return batches, validation_batches(corpus.validation, length, size, config.evaluation.batches, corpus.sources)
 
 
-def _check_window(tokens: Tokens, part: str, length: int, remedy: str) -> None:
-    if len(tokens) <= length:
+def _check_window(num_tokens: int, part: str, length: int, remedy: str) -> None:
+    if num_tokens <= length:
         raise ConfigError(
-            f"model.sequence_length = {length} takes {length + 1} tokens and there are {len(tokens)} for {part}: "
+            f"model.sequence_length = {length} takes {length + 1} tokens and there are {num_tokens} for {part}: "
             f"shorten it, or {remedy}"
         )

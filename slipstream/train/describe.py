@@ -58,15 +58,23 @@ def _reading(config: Config, components: Components) -> str:
 
     A run that reads a small corpus many times memorises it.
     """
-    per_step, corpus = components.batches.num_tokens(0), len(components.batches.tokens)
-    times = per_step * config.train.steps / corpus
-    read = f"{times:.1%} of the {corpus:,} tokens" if times < 1 else f"the {corpus:,} tokens {times:,.1f} times"
+    batches, steps = components.batches, config.train.steps
+    if batches.sources:
+        epochs = zip(batches.sources, batches.epochs(steps), strict=True)
+        read = ", ".join(_times(times, source.num_tokens, f" of {source.name}") for source, times in epochs)
+    else:
+        read = _times(batches.epochs(steps)[0], len(batches.tokens))
     replicas = f"{config.pipeline.replicas} replicas x " if config.pipeline.replicas > 1 else ""
     return (
-        f"{per_step:,} tokens a step: {replicas}{config.pipeline.microbatches} microbatches x "
+        f"{batches.num_tokens(0):,} tokens a step: {replicas}{config.pipeline.microbatches} microbatches x "
         f"{config.train.microbatch_size} sequences x {components.model.sequence_length}, of a vocabulary of "
         f"{components.model.vocab_size:,}; the run reads {read}"
     )
+
+
+def _times(times: float, num_tokens: int, whose: str = "") -> str:
+    tokens = f"the {num_tokens:,} tokens{whose}"
+    return f"{times:.1%} of {tokens}" if times < 1 else f"{tokens} {times:,.1f} times"
 
 
 def _unused_rate(config: Config) -> Iterator[str]:

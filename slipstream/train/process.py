@@ -21,7 +21,7 @@ from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
 from ..config.rules import schedule_of
 from ..config.schema import Config
-from ..data import ValidationBatches
+from ..data import Batches, Source, ValidationBatches
 from ..errors import PipelineError
 from ..observe.console import Screen
 from ..observe.devices import flops_of
@@ -144,7 +144,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             partial(Guarded, cls, folder, asdict(run.config), screen.print) for cls in sink_classes(config.run.sinks)
         ]
         metrics = Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen, peak, sinks)
-    corpus = corpus_facts(components.batches.tokens)
+    corpus = corpus_facts(components.batches)
     saver = Saver(run.config, components.model, transport, pipeline, run.store, screen.print, corpus)
     run.savers.append(saver)
     delays: list[int] = []
@@ -179,7 +179,11 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         before = [row.get("seconds") for row in metrics.earlier if row["step"] <= run.first_step]
         earlier = sum(each for each in before if isinstance(each, (int, float)))
         model = ModelFacts(
-            components.model.num_parameters(), components.layers_per_stage, tokens_per_step, components.tokenizer
+            components.model.num_parameters(),
+            components.layers_per_stage,
+            tokens_per_step,
+            components.tokenizer,
+            _sources(config, components.batches, pipeline.end),
         )
         summary = summarise(
             config, model, stages, losses, val_loss, run.first_step, seconds, earlier, metrics.utilisation, pipeline
@@ -260,6 +264,15 @@ def make_pipeline(
         until=until,
         device=device,
     )
+
+
+def _sources(config: Config, batches: Batches, num_steps: int) -> list[dict[str, Any]]:
+    """Returns what a run has read of every source. Without weights, all sources count as one."""
+    everything = Source(", ".join(config.data.sources), 1.0, len(batches.tokens))
+    return [
+        {"name": source.name, "weight": source.weight, "tokens": source.num_tokens, "epochs": epochs}
+        for source, epochs in zip(batches.sources or (everything,), batches.epochs(num_steps), strict=True)
+    ]
 
 
 def _evaluation(config: Config, validation: ValidationBatches | None) -> Evaluation | None:

@@ -20,7 +20,7 @@ from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of
 from ..config.schema import Config
 from ..config.toml import build
-from ..data import Tokens
+from ..data import Batches, Tokens
 from ..errors import ConfigError
 from ..model.spec import ModelSpec
 from ..optim import RECIPES
@@ -35,11 +35,19 @@ UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
 SAMPLE_TOKENS = 2**16
 
 
-def corpus_facts(tokens: Tokens) -> dict[str, Any]:
-    """Returns facts that identify a corpus: its length, and a hash of its first and last tokens."""
-    count = len(tokens)
-    ends = tokens.read(0, min(SAMPLE_TOKENS, count)), tokens.read(max(0, count - SAMPLE_TOKENS), count)
-    return {"tokens": count, "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
+def corpus_facts(batches: Batches) -> dict[str, Any]:
+    """Returns facts that identify a corpus: its length, and a hash of its first and last tokens. If sources are mixed,
+    these facts about each of them follow."""
+    facts, start = _facts_of(batches.tokens, 0, len(batches.tokens)), 0
+    for source in batches.sources:
+        facts.setdefault("sources", []).append(_facts_of(batches.tokens, start, start + source.num_tokens))
+        start += source.num_tokens
+    return facts
+
+
+def _facts_of(tokens: Tokens, start: int, stop: int) -> dict[str, Any]:
+    ends = tokens.read(start, min(start + SAMPLE_TOKENS, stop)), tokens.read(max(start, stop - SAMPLE_TOKENS), stop)
+    return {"tokens": stop - start, "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
 
 
 def changes(found: Checkpoint, config: Config, components: Components) -> Iterator[str]:
@@ -51,7 +59,7 @@ def changes(found: Checkpoint, config: Config, components: Components) -> Iterat
         if then[name] != now[name] and name not in UNTOLD:
             yield f"{name} was {then[name]!r} until step {found.step}, and is {now[name]!r} from here on"
     corpus = facts.get("corpus")
-    if isinstance(corpus, dict) and corpus != (current := corpus_facts(components.batches.tokens)):
+    if isinstance(corpus, dict) and corpus != (current := corpus_facts(components.batches)):
         yield (
             f"the corpus is another than until step {found.step}: {corpus.get('tokens')} tokens then, "
             f"{current['tokens']} now"

@@ -78,7 +78,10 @@ MEANINGS = {
 }
 """Label of every figure, in the order in which they are shown, with its meaning and which values are better."""
 
-_DATA = ("data.tokenizer", "data.sources", "data.validation_sources", "data.validation_fraction", "model.vocab_size")
+_DATA = (
+    *("data.tokenizer", "data.sources", "data.weights", "data.validation_sources", "data.validation_fraction"),
+    "model.vocab_size",
+)
 _WORK = ("parameters", "model.sequence_length", "train.device")
 ALIKE = {
     "Training loss": _DATA,

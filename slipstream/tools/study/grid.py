@@ -37,6 +37,9 @@ from .cell import Cell
 
 BUILTIN = Path(__file__).with_name("quick.toml")
 
+LIST_FIELDS = ("delays", "data.sources", "data.weights", "data.validation_sources", "pipeline.layers_per_stage")
+"""Fields whose value is a list of its own."""
+
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"pipeline.schedule": "one_f_one_b"},
     "async": {"pipeline.schedule": "two_bw", "optimizer.error_feedback": 0.0},
@@ -145,7 +148,7 @@ def _combinations(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _values(name: str, value: Any) -> list[Any]:
     """Returns the values of an axis. A field whose value is a list varies as a list of lists."""
-    is_list_field = name in ("delays", "data.sources", "data.validation_sources", "pipeline.layers_per_stage")
+    is_list_field = name in LIST_FIELDS
     if not isinstance(value, list) or (is_list_field and not (value and isinstance(value[0], list))):
         return [value]
     return value

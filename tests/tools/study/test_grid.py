@@ -118,6 +118,8 @@ def test_a_field_that_is_a_list_takes_one_list_or_a_list_of_lists() -> None:
     assert [c.config.pipeline.layers_per_stage for c in several] == [(1, 3), (3, 1)]
     sources = cells_of('[[grid]]\ndata.sources = [["a", "b"], ["c"]]')
     assert [c.config.data.sources for c in sources] == [("a", "b"), ("c",)]
+    weights = cells_of('[config.data]\nsources = ["a", "b"]\n[[grid]]\ndata.weights = [[0.7, 0.3], [0.5, 0.5]]')
+    assert [c.config.data.weights for c in weights] == [(0.7, 0.3), (0.5, 0.5)]
 
 
 def test_the_grid_wins_over_the_mode_and_the_mode_over_the_config() -> None:

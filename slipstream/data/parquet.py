@@ -1,0 +1,77 @@
+"""Reads the text of Parquet files for `prepare`. Every row is a document, as every line of a .jsonl file is.
+
+A file is read one row group at a time and only in the column of the text, so that it may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .text import Piece
+from .tokens import DataError
+
+_BATCH_ROWS = 1024
+
+
+def check_parquet(path: Path, text_field: str) -> None:
+    """Raises a DataError if a file cannot be read, or has no text in the column `text_field`."""
+    with _opened(path, text_field):
+        pass
+
+
+def read_parquet(path: Path, text_field: str) -> Iterator[Piece]:
+    """Yields the text of every row that has some. The position of a piece counts bytes in proportion to rows."""
+    row, size = 0, path.stat().st_size
+    with _opened(path, text_field) as file:
+        num_rows = file.metadata.num_rows
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_field]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    if text is None:
+                        raise DataError(
+                            f"{str(path)!r} row {row} has no text in the column {text_field!r}: write it there, or set "
+                            "text_field."
+                        )
+                    if text:
+                        yield Piece(text, True, size * row // num_rows)
+
+
+@contextmanager
+def _opened(path: Path, text_field: str) -> Iterator[Any]:
+    """Opens a file whose column `text_field` holds text. Whatever pyarrow raises becomes a DataError."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(
+            f"sources names {str(path)!r}, which needs the pyarrow library: pip install 'slipstream[parquet]'."
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, text_field)
+            yield file
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{str(path)!r} is no Parquet file that can be read ({reason}): write it again.") from None
+
+
+def _check_column(path: Path, schema: Any, text_field: str) -> None:
+    from pyarrow import types
+
+    if text_field not in schema.names:
+        raise DataError(
+            f"{str(path)!r} has no column {text_field!r}: set text_field to one of {', '.join(schema.names)}."
+        )
+    kind = schema.types[schema.names.index(text_field)]
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
+        raise DataError(
+            f"{str(path)!r} has {kind} in the column {text_field!r}: set text_field to a column of text, of "
+            f"{', '.join(schema.names)}."
+        )
