@@ -212,7 +212,7 @@ def _validate_optimizer(config: Config) -> None:
             raise ConfigError(
                 f"optimizer.{name} = {value} does not fit into {whose} = {steps}: use 0 to {steps}, or leave it out"
             )
-    if section.schedule == "wsd" and section.warmup_steps and section.decay_steps:
+    if section.schedule in ("wsd", "1-sqrt") and section.warmup_steps and section.decay_steps:
         left = steps - section.warmup_steps
         if section.decay_steps > left:
             raise ConfigError(

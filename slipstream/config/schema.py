@@ -182,14 +182,16 @@ class OptimizerSection:
     error_feedback: float = 1.0
     """lam: how much of the one-step prediction to apply. 0 is plain delay. It has no effect on synchronous steps."""
     schedule: str = "cosine"
-    """Schedule of the learning rate after a linear warm-up: constant, cosine, linear or wsd."""
+    """Schedule of the learning rate after a linear warm-up: constant, cosine, linear, wsd or 1-sqrt. The last
+    two keep the peak until the last decay_steps. Then wsd falls linearly, and 1-sqrt falls with 1 - sqrt(share of the
+    decay that has passed)."""
     horizon_steps: int | None = None
     """Steps for which warm-up and schedule are planned. Afterwards the rate stays constant. None: train.steps, so a
     resumed run with more steps changes its rate."""
     warmup_steps: int | None = None
     """Steps of the warm-up. None: a tenth of all steps, at most 1,000."""
     decay_steps: int | None = None
-    """wsd: steps at the end in which the rate falls. None: a fifth of all steps."""
+    """wsd and 1-sqrt: steps at the end in which the rate falls. None: a fifth of all steps."""
     final_fraction: float = 0.1
     """The rate at the end, as a share of the peak."""
 

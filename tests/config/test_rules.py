@@ -151,6 +151,10 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
             {"optimizer__schedule": "wsd", "optimizer__warmup_steps": 150, "optimizer__decay_steps": 51},
             "optimizer.decay_steps = 51 is more than the 50 of train.steps = 200 that optimizer.warmup_steps = 150",
         ),
+        (
+            {"optimizer__schedule": "1-sqrt", "optimizer__warmup_steps": 150, "optimizer__decay_steps": 51},
+            "optimizer.decay_steps = 51 is more than the 50 of train.steps = 200 that optimizer.warmup_steps = 150",
+        ),
         ({"optimizer__arguments": {"x": 1.0}}, "is for other optimizers, and muon has fields of its own"),
         (
             {"optimizer__name": "torch.optim.SGD", "optimizer__arguments": {"lr": 1.0}},

@@ -78,7 +78,7 @@ FITTING: dict[str, list[Any]] = {
     "optimizer.clip_norm": [0.0, 1.0],
     "optimizer.sharded": [False, True],
     "optimizer.error_feedback": [0.0, 0.5, 1.0, 2.0],
-    "optimizer.schedule": ["constant", "cosine", "linear", "wsd"],
+    "optimizer.schedule": ["constant", "cosine", "linear", "wsd", "1-sqrt"],
     "optimizer.warmup_steps": [0, 1, 2],
     "optimizer.decay_steps": [0, 1, 2],
     "optimizer.balance_rate": [0.0, 0.01],
