@@ -267,7 +267,8 @@ class RunSection:
     overwrite: bool = False
     """Replace an earlier run of the same name."""
     sinks: tuple[str, ...] = ()
-    """Import paths of classes that receive the metrics besides metrics.jsonl: see slipstream/observe/sinks.py."""
+    """Loggers that receive the metrics in addition to metrics.jsonl: tensorboard, wandb and trackio (need
+    slipstream[log]), or import paths of your own classes: see slipstream/observe/sinks.py."""
     log_every_steps: int = 10
     """How often a line is printed if there is no terminal for a progress bar."""
     trace_actions: int = 512
