@@ -5,6 +5,7 @@ from .batches import Batches, ValidationBatches, validation_batches
 from .corpus import Corpus, DataConfig, load_corpus
 from .loaders import corpus_of
 from .prepare import prepare
+from .text_size import TextSize, text_size
 from .tokens import DataError, Tokens
 
 __all__ = [
@@ -12,10 +13,12 @@ __all__ = [
     "Corpus",
     "DataConfig",
     "DataError",
+    "TextSize",
     "Tokens",
     "ValidationBatches",
     "corpus_of",
     "load_corpus",
     "prepare",
+    "text_size",
     "validation_batches",
 ]

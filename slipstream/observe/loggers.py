@@ -103,7 +103,7 @@ class WeightsAndBiases:
             dir=str(folder),
             config=dict(config),
             mode=mode,
-            resume="allow" if mode == "online" else None,  # offline, all parts of a run have the same id
+            resume="allow",
             settings=wandb.Settings(console="off", quiet=True),
         )
 

@@ -21,7 +21,7 @@ from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
 from ..config.rules import schedule_of
 from ..config.schema import Config
-from ..data import ValidationBatches
+from ..data import ValidationBatches, text_size
 from ..errors import PipelineError
 from ..observe.console import Screen
 from ..observe.devices import flops_of
@@ -136,14 +136,18 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # the stage that reports for all
     tokens_per_step = components.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
-    metrics = None
+    metrics = text = None
     if is_last:
+        if components.validation is not None:
+            text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
         flops = flops_of(device, 1 if may_share_a_gpu(config) else phase.layout.size, precision_of(config).compute)
         peak = None if flops is None else flops / components.model.flops_per_token()
         sinks = [
             partial(Guarded, cls, folder, asdict(run.config), screen.print) for cls in sink_classes(config.run.sinks)
         ]
-        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen, peak, sinks)
+        converted = None if text is None else text.bits_per_byte
+        log_every = config.run.log_every_steps
+        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, log_every, screen, peak, sinks, converted)
     corpus = corpus_facts(components.batches.tokens)
     saver = Saver(run.config, components.model, transport, pipeline, run.store, screen.print, corpus)
     run.savers.append(saver)
@@ -181,8 +185,19 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         model = ModelFacts(
             components.model.num_parameters(), components.layers_per_stage, tokens_per_step, components.tokenizer
         )
+        bits = None if text is None or val_loss is None else text.bits_per_byte(val_loss)
         summary = summarise(
-            config, model, stages, losses, val_loss, run.first_step, seconds, earlier, metrics.utilisation, pipeline
+            config,
+            model,
+            stages,
+            losses,
+            val_loss,
+            bits,
+            run.first_step,
+            seconds,
+            earlier,
+            metrics.utilisation,
+            pipeline,
         )
         summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
         leave_behind(folder, pipeline.schedule, summary, stages, metrics.utilisation, screen)

@@ -186,7 +186,7 @@ def test_wandb_is_offline_unless_there_is_a_key(recorder, variables, login, mode
         monkeypatch.setenv(name, value)
     WeightsAndBiases(tmp_path, {})
     fields = recorder.calls[0][1]
-    assert (fields["mode"], fields["resume"]) == (mode, "allow" if mode == "online" else None)
+    assert (fields["mode"], fields["resume"]) == (mode, "allow")
     assert fields["dir"] == str(tmp_path)
 
 
