@@ -273,6 +273,9 @@ class RunSection:
     """How often a line is printed if there is no terminal for a progress bar."""
     trace_actions: int = 512
     """How many of the latest actions of every stage go into trace.json, at most 4,096."""
+    profile_steps: str = ""
+    """Steps that every stage records with torch's profiler: "20:23" records steps 20 to 23 and writes a Chrome trace to
+    profile/stage-S.replica-R.json. Empty: none."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..checkpoint.stage_state import StageState
 from ..config.defaults import may_share_a_gpu, precision_of
 from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
-from ..config.rules import schedule_of
+from ..config.rules import profiled_steps, schedule_of
 from ..config.schema import Config
 from ..data import ValidationBatches, text_size
 from ..errors import PipelineError
@@ -29,6 +29,7 @@ from ..observe.metrics import Metrics
 from ..observe.sinks import Guarded, sink_classes
 from ..observe.status_file import status_file
 from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
+from ..observe.torch_profile import TorchProfile
 from ..pipeline import Evaluation, Pipeline, Requests, StepReport
 from ..transport.base import Transport
 from ..transport.world import World
@@ -154,7 +155,10 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
     val_loss: float | None = None
+    traced = folder / "profile" / f"stage-{transport.stage}.replica-{transport.replica}.json"
+    profile = TorchProfile(traced, profiled_steps(run.config), screen.print)
     try:
+        profile.after(pipeline.num_updates)
         for report in pipeline.run():
             if isinstance(report, StepReport):
                 delays.append(report.delay)
@@ -162,6 +166,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
                 if metrics:  # before the step is saved: a run that resumes after this step does not report it again
                     metrics.step(report, components.learning_rates(report.step))
                 saver.after(report)
+                profile.after(report.step + 1)
             else:
                 val_loss = report.loss
                 if metrics:
@@ -172,6 +177,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         raise
     finally:
         seconds = metrics.close() if metrics else 0.0
+        profile.close()
     if pipeline.end != config.train.steps and not pipeline.was_stopped:
         saver.retire()
         return pipeline.state()

@@ -103,6 +103,7 @@ FITTING: dict[str, list[Any]] = {
     "checkpoint.resume": [False, True],
     "run.overwrite": [False, True],
     "run.trace_actions": [0, 1, 512],
+    "run.profile_steps": ["", "1:1", "1:2"],
 }
 """Values that are right each for itself, and may contradict one another."""
 
