@@ -140,6 +140,27 @@ def test_a_resumed_run_continues_in_the_same_tensorboard(tiny):
     assert {step for step, name in shown if name == "loss"} == {1, 2, 3, 4, 5, 6}
 
 
+@pytest.mark.filterwarnings("default")  # of TensorBoard's own libraries
+@pytest.mark.parametrize("library", ["tensorboardX", "torch"])
+def test_tensorboard_itself_hides_the_steps_that_are_made_again(library, tmp_path, monkeypatch):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    if library == "torch":
+        monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    else:
+        pytest.importorskip("tensorboardX")
+    for losses in ({1: 1.0, 2: 2.0, 3: 99.0, 4: 99.0}, {3: 3.0, 4: 4.0}):
+        sink = TensorBoard(tmp_path, {})
+        if min(losses) == 3:
+            sink.write({"step": 2, "time": 0.5, "val_loss": 2.5})
+        for step, loss in losses.items():
+            sink.write({"step": step, "time": 0.5, "loss": loss})
+        sink.close()
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [(event.step, event.value) for event in found.Scalars("val_loss")] == [(2, 2.5)]
+
+
 # ---- W&B and trackio
 
 
