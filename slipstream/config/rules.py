@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,34 @@ def validate(config: Config) -> None:
             f"train.compute_dtype = {train.compute_dtype!r} is finer than train.dtype = {train.dtype!r}: set that to "
             "'float64' too, or leave train.compute_dtype out"
         )
+    profiled_steps(config)
     name = config.run.name
     if not name or Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigError(f"run.name = {name!r} is not the name of a folder: use letters, digits, - and _")
     if not config.run.folder or not config.run.folder.isprintable():
         raise ConfigError(f"run.folder = {config.run.folder!r} is not a path: name a folder to keep runs in")
+
+
+def profiled_steps(config: Config) -> tuple[int, int] | None:
+    """Returns the first and the last step that torch's profiler records, counted from 1. None means no step."""
+    text = config.run.profile_steps
+    if not text:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,9}):([1-9][0-9]{0,9})", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(
+            f"run.profile_steps = {text!r} is invalid: write the first and the last step to record, such as 20:23"
+        )
+    if int(found[2]) > config.train.steps:
+        raise ConfigError(
+            f"run.profile_steps = {text!r} ends after train.steps = {config.train.steps}: record earlier steps"
+        )
+    if config.pipeline.transport == "thread":
+        raise ConfigError(
+            f"run.profile_steps = {text!r} records one stage in a process, and pipeline.transport = 'thread' has all "
+            "in one: set pipeline.transport = 'process'"
+        )
+    return int(found[1]), int(found[2])
 
 
 def _walk(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -212,7 +236,7 @@ def _validate_optimizer(config: Config) -> None:
             raise ConfigError(
                 f"optimizer.{name} = {value} does not fit into {whose} = {steps}: use 0 to {steps}, or leave it out"
             )
-    if section.schedule == "wsd" and section.warmup_steps and section.decay_steps:
+    if section.schedule in ("wsd", "1-sqrt") and section.warmup_steps and section.decay_steps:
         left = steps - section.warmup_steps
         if section.decay_steps > left:
             raise ConfigError(

@@ -189,14 +189,16 @@ class OptimizerSection:
     error_feedback: float = 1.0
     """lam: how much of the one-step prediction to apply. 0 is plain delay. It has no effect on synchronous steps."""
     schedule: str = "cosine"
-    """Schedule of the learning rate after a linear warm-up: constant, cosine, linear or wsd."""
+    """Schedule of the learning rate after a linear warm-up: constant, cosine, linear, wsd or 1-sqrt. The last
+    two keep the peak until the last decay_steps. Then wsd falls linearly, and 1-sqrt falls with 1 - sqrt(share of the
+    decay that has passed)."""
     horizon_steps: int | None = None
     """Steps for which warm-up and schedule are planned. Afterwards the rate stays constant. None: train.steps, so a
     resumed run with more steps changes its rate."""
     warmup_steps: int | None = None
     """Steps of the warm-up. None: a tenth of all steps, at most 1,000."""
     decay_steps: int | None = None
-    """wsd: steps at the end in which the rate falls. None: a fifth of all steps."""
+    """wsd and 1-sqrt: steps at the end in which the rate falls. None: a fifth of all steps."""
     final_fraction: float = 0.1
     """The rate at the end, as a share of the peak."""
 
@@ -272,11 +274,15 @@ class RunSection:
     overwrite: bool = False
     """Replace an earlier run of the same name."""
     sinks: tuple[str, ...] = ()
-    """Import paths of classes that receive the metrics besides metrics.jsonl: see slipstream/observe/sinks.py."""
+    """Loggers that receive the metrics in addition to metrics.jsonl: tensorboard, wandb and trackio (need
+    slipstream[log]), or import paths of your own classes: see slipstream/observe/sinks.py."""
     log_every_steps: int = 10
     """How often a line is printed if there is no terminal for a progress bar."""
     trace_actions: int = 512
     """How many of the latest actions of every stage go into trace.json, at most 4,096."""
+    profile_steps: str = ""
+    """Steps that every stage records with torch's profiler: "20:23" records steps 20 to 23 and writes a Chrome trace to
+    profile/stage-S.replica-R.json. Empty: none."""
 
 
 @dataclass(frozen=True)

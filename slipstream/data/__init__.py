@@ -6,6 +6,7 @@ from .corpus import Corpus, DataConfig, load_corpus
 from .loaders import corpus_of
 from .mixture import Source
 from .prepare import prepare
+from .text_size import TextSize, text_size
 from .tokens import DataError, Tokens
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "DataConfig",
     "DataError",
     "Source",
+    "TextSize",
     "Tokens",
     "ValidationBatches",
     "corpus_of",
     "load_corpus",
     "prepare",
+    "text_size",
     "validation_batches",
 ]

@@ -38,10 +38,12 @@ class Metrics:
         screen: Console,
         peak_tokens_per_second: float | None = None,
         make_sinks: Sequence[Callable[[], Guarded]] = (),
+        bits_per_byte: Callable[[float], float] | None = None,
     ) -> None:
         """peak_tokens_per_second: the speed if all devices did nothing but the model's matrix products, at the speed of
         their data sheets. None means unknown. make_sinks: functions that make the sinks which receive the rows in
-        addition to metrics.jsonl."""
+        addition to metrics.jsonl. bits_per_byte: function that converts the validation loss. None means that the bytes
+        of the validation text are unknown."""
         num_steps = schedule.num_steps or 0
         path = folder / "metrics.jsonl"
         self.earlier = _rows_before(path, schedule.first_step)
@@ -51,6 +53,7 @@ class Metrics:
         self._first_step = schedule.first_step
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
         self._screen, self._peak = screen, peak_tokens_per_second
+        self._bits_per_byte = bits_per_byte
         self._schedule = schedule
         self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
         self.utilisation: UtilisationReport | None = None
@@ -143,8 +146,10 @@ class Metrics:
 
     def evaluation(self, report: EvaluationReport) -> None:
         if report.loss is not None:
-            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss)
-            self._screen.print(f"validation loss {report.loss:.4f} after step {report.step + 1}")
+            converted = {} if self._bits_per_byte is None else {"val_bits_per_byte": self._bits_per_byte(report.loss)}
+            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted)
+            said = loss_said(report.loss, converted.get("val_bits_per_byte"))
+            self._screen.print(f"validation loss {said} after step {report.step + 1}")
 
     def _write(self, **values: Any) -> None:
         row = finite(values)
@@ -157,6 +162,11 @@ class Metrics:
         for sink in self._sinks:
             sink.close()
         return time.perf_counter() - self._started
+
+
+def loss_said(loss: float, bits_per_byte: float | None) -> str:
+    """Returns a validation loss as text, with its bits per byte if they are known."""
+    return f"{loss:.4f}" + ("" if bits_per_byte is None else f" ({bits_per_byte:.4f} bits per byte)")
 
 
 def _time(seconds: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ..config.imports import find
 from ..errors import ConfigError
+from .loggers import TensorBoard, Trackio, WeightsAndBiases, check_library
 
 Row = Mapping[str, Any]
 """One row of metrics. After an update it has step, loss and everything else that docs/reference/files.md lists. After
@@ -35,13 +36,15 @@ class Sink(Protocol):
         """Closes the sink. Called once, when the run ends or fails."""
 
 
-SINKS: dict[str, type[Sink]] = {}
+SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
 """Sinks by the name that `run.sinks` uses."""
 
 
 def sink_classes(names: Sequence[str]) -> list[type[Sink]]:
+    """Returns the classes of `run.sinks`. Raises a ConfigError for one that cannot be used."""
     classes = [find("run.sinks", name, SINKS) for name in names]
     for name, cls in zip(names, classes, strict=True):
+        check_library(name)
         if not isinstance(cls, type):
             raise ConfigError(f"run.sinks = {name!r} is no class: give the import path of one with write and close")
     return classes

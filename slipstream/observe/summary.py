@@ -25,7 +25,7 @@ from ..schedule import Action, Schedule
 from ..schedule.render import svg
 from ..transport.base import Transport, gather_objects
 from .console import Screen
-from .metrics import finite
+from .metrics import finite, loss_said
 from .plots import draw_losses
 from .trace import TraceError, chrome_trace, measured_timeline, steady_window
 from .utilisation import UtilisationReport
@@ -88,6 +88,7 @@ def summarise(
     stages: list[dict[str, Any]],
     losses: list[float],
     val_loss: float | None,
+    val_bits_per_byte: float | None,
     first_step: int,
     seconds: float,
     earlier_seconds: float,
@@ -122,6 +123,7 @@ def summarise(
         "first_loss": losses[0] if losses else None,
         "last_loss": statistics.fmean(tail) if tail else None,
         "val_loss": val_loss,
+        "val_bits_per_byte": val_bits_per_byte,
         "seconds": whole_seconds,
         "tokens_per_second": tokens / whole_seconds,
         "since_start": {"tokens": tokens_per_step * (end - first_step), "seconds": seconds},
@@ -202,7 +204,9 @@ def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error:
 
 
 def _loss_line(summary: dict[str, Any]) -> list[str]:
-    held_out = "" if summary["val_loss"] is None else f"; validation loss {summary['val_loss']:.4f}"
+    loss, held_out = summary["val_loss"], ""
+    if loss is not None:
+        held_out = f"; validation loss {loss_said(loss, summary['val_bits_per_byte'])}"
     if summary["first_loss"] is None:  # all metrics of the run are lost
         return []
     first, last = summary["first_loss"], summary["last_loss"]

@@ -12,7 +12,7 @@ from .groups import (
     is_router_bias,
     muon_and_adamw,
 )
-from .learning_rate import SCHEDULES, constant, cosine, learning_rate_schedule, linear, wsd
+from .learning_rate import SCHEDULES, constant, cosine, learning_rate_schedule, linear, one_minus_sqrt, wsd
 from .optimizer import AdamW, Muon, SignDescent
 from .recipes import RECIPES, Recipe
 from .rules import SCALES, adamw_update, muon_update, newton_schulz, sign_update
@@ -41,6 +41,7 @@ __all__ = [
     "muon_and_adamw",
     "muon_update",
     "newton_schulz",
+    "one_minus_sqrt",
     "predict",
     "sign_update",
     "update_products",

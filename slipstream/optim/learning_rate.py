@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
+SCHEDULES = ("constant", "cosine", "linear", "wsd", "1-sqrt")
 
 Multiplier = Callable[[int], float]
 
@@ -50,10 +50,25 @@ def wsd(warmup_steps: int, decay_steps: int, total_steps: int, final_fraction: f
     return multiplier
 
 
+def one_minus_sqrt(warmup_steps: int, decay_steps: int, total_steps: int, final_fraction: float) -> Multiplier:
+    """Returns the schedule of `wsd` with another decay: the rate falls as 1 - sqrt(share of the decay that has passed),
+    at first fast and then slowly.
+
+    Hägele et al. found it to reach a lower loss than the linear decay (arXiv:2405.18392).
+    """
+    _check(warmup_steps, decay_steps, total_steps, final_fraction)
+
+    def multiplier(step: int) -> float:
+        left = 1 - math.sqrt(_progress(step, total_steps - decay_steps, total_steps))
+        return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * left)
+
+    return multiplier
+
+
 def learning_rate_schedule(
     name: str, *, warmup_steps: int, total_steps: int, decay_steps: int, final_fraction: float
 ) -> Multiplier:
-    """Returns a schedule by name. Only wsd uses `decay_steps`, and constant uses only `warmup_steps`."""
+    """Returns a schedule by name. Only wsd and 1-sqrt use `decay_steps`, and constant uses only `warmup_steps`."""
     if name == "constant":
         return constant(warmup_steps)
     if name == "cosine":
@@ -62,6 +77,8 @@ def learning_rate_schedule(
         return linear(warmup_steps, total_steps, final_fraction)
     if name == "wsd":
         return wsd(warmup_steps, decay_steps, total_steps, final_fraction)
+    if name == "1-sqrt":
+        return one_minus_sqrt(warmup_steps, decay_steps, total_steps, final_fraction)
     raise ValueError(f"learning-rate schedule {name!r} is unknown: choose one of {', '.join(SCHEDULES)}")
 
 

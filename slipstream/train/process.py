@@ -19,9 +19,9 @@ from ..checkpoint.stage_state import StageState
 from ..config.defaults import may_share_a_gpu, precision_of
 from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
-from ..config.rules import schedule_of
+from ..config.rules import profiled_steps, schedule_of
 from ..config.schema import Config
-from ..data import Batches, Source, ValidationBatches
+from ..data import Batches, Source, ValidationBatches, text_size
 from ..errors import PipelineError
 from ..observe.console import Screen
 from ..observe.devices import flops_of
@@ -29,6 +29,7 @@ from ..observe.metrics import Metrics
 from ..observe.sinks import Guarded, sink_classes
 from ..observe.status_file import status_file
 from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
+from ..observe.torch_profile import TorchProfile
 from ..pipeline import Evaluation, Pipeline, Requests, StepReport
 from ..transport.base import Transport
 from ..transport.world import World
@@ -136,21 +137,28 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # the stage that reports for all
     tokens_per_step = components.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
-    metrics = None
+    metrics = text = None
     if is_last:
+        if components.validation is not None:
+            text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
         flops = flops_of(device, 1 if may_share_a_gpu(config) else phase.layout.size, precision_of(config).compute)
         peak = None if flops is None else flops / components.model.flops_per_token()
         sinks = [
             partial(Guarded, cls, folder, asdict(run.config), screen.print) for cls in sink_classes(config.run.sinks)
         ]
-        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, config.run.log_every_steps, screen, peak, sinks)
+        converted = None if text is None else text.bits_per_byte
+        log_every = config.run.log_every_steps
+        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, log_every, screen, peak, sinks, converted)
     corpus = corpus_facts(components.batches)
     saver = Saver(run.config, components.model, transport, pipeline, run.store, screen.print, corpus)
     run.savers.append(saver)
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
     val_loss: float | None = None
+    traced = folder / "profile" / f"stage-{transport.stage}.replica-{transport.replica}.json"
+    profile = TorchProfile(traced, profiled_steps(run.config), screen.print)
     try:
+        profile.after(pipeline.num_updates)
         for report in pipeline.run():
             if isinstance(report, StepReport):
                 delays.append(report.delay)
@@ -158,6 +166,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
                 if metrics:  # before the step is saved: a run that resumes after this step does not report it again
                     metrics.step(report, components.learning_rates(report.step))
                 saver.after(report)
+                profile.after(report.step + 1)
             else:
                 val_loss = report.loss
                 if metrics:
@@ -168,6 +177,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         raise
     finally:
         seconds = metrics.close() if metrics else 0.0
+        profile.close()
     if pipeline.end != config.train.steps and not pipeline.was_stopped:
         saver.retire()
         return pipeline.state()
@@ -185,8 +195,19 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             components.tokenizer,
             _sources(config, components.batches, pipeline.end),
         )
+        bits = None if text is None or val_loss is None else text.bits_per_byte(val_loss)
         summary = summarise(
-            config, model, stages, losses, val_loss, run.first_step, seconds, earlier, metrics.utilisation, pipeline
+            config,
+            model,
+            stages,
+            losses,
+            val_loss,
+            bits,
+            run.first_step,
+            seconds,
+            earlier,
+            metrics.utilisation,
+            pipeline,
         )
         summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
         leave_behind(folder, pipeline.schedule, summary, stages, metrics.utilisation, screen)

@@ -151,6 +151,19 @@ def test_a_mistake_in_a_file_is_one_sentence(text, sentence, tmp_path):
             {"optimizer__schedule": "wsd", "optimizer__warmup_steps": 150, "optimizer__decay_steps": 51},
             "optimizer.decay_steps = 51 is more than the 50 of train.steps = 200 that optimizer.warmup_steps = 150",
         ),
+        (
+            {"optimizer__schedule": "1-sqrt", "optimizer__warmup_steps": 150, "optimizer__decay_steps": 51},
+            "optimizer.decay_steps = 51 is more than the 50 of train.steps = 200 that optimizer.warmup_steps = 150",
+        ),
+        ({"run__profile_steps": "20"}, "run.profile_steps = '20' is invalid: write the first and the last step to"),
+        ({"run__profile_steps": "0:3"}, "run.profile_steps = '0:3' is invalid: write the first and the last step to"),
+        ({"run__profile_steps": "23:20"}, "run.profile_steps = '23:20' is invalid: write the first and the last step"),
+        ({"run__profile_steps": f"1:{'9' * 5000}"}, "is invalid: write the first and the last step to record"),
+        ({"run__profile_steps": "199:201"}, "run.profile_steps = '199:201' ends after train.steps = 200: record"),
+        (
+            {"run__profile_steps": "20:23", "pipeline__transport": "thread"},
+            "and pipeline.transport = 'thread' has all in one: set pipeline.transport = 'process'",
+        ),
         ({"optimizer__arguments": {"x": 1.0}}, "is for other optimizers, and muon has fields of its own"),
         (
             {"optimizer__name": "torch.optim.SGD", "optimizer__arguments": {"lr": 1.0}},

@@ -80,7 +80,10 @@ def test_a_model_of_the_readers_own_is_trained_resumed_planned_and_studied(folde
         ),
         ("--data.loader mydata.missing", "data.loader = 'mydata.missing' cannot be imported"),
         ("--data.loader mydata.load_sums --data.sources many", "data.loader = 'mydata.load_sums' failed (ValueError"),
-        ("--run.sinks tensorbord", "run.sinks = 'tensorbord' is unknown: use the import path of your own"),
+        (
+            "--run.sinks tensorbord",
+            "run.sinks = 'tensorbord' is unknown: use tensorboard, wandb, trackio or",
+        ),
         ("--run.sinks json.dumps", "run.sinks = 'json.dumps' is no class"),
         ("--run.sinks mysinks.Missing", "run.sinks = 'mysinks.Missing' cannot be imported"),
     ],

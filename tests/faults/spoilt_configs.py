@@ -78,7 +78,7 @@ FITTING: dict[str, list[Any]] = {
     "optimizer.clip_norm": [0.0, 1.0],
     "optimizer.sharded": [False, True],
     "optimizer.error_feedback": [0.0, 0.5, 1.0, 2.0],
-    "optimizer.schedule": ["constant", "cosine", "linear", "wsd"],
+    "optimizer.schedule": ["constant", "cosine", "linear", "wsd", "1-sqrt"],
     "optimizer.warmup_steps": [0, 1, 2],
     "optimizer.decay_steps": [0, 1, 2],
     "optimizer.balance_rate": [0.0, 0.01],
@@ -103,6 +103,7 @@ FITTING: dict[str, list[Any]] = {
     "checkpoint.resume": [False, True],
     "run.overwrite": [False, True],
     "run.trace_actions": [0, 1, 512],
+    "run.profile_steps": ["", "1:1", "1:2"],
 }
 """Values that are right each for itself, and may contradict one another."""
 

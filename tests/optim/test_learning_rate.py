@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.optim.learning_rate import SCHEDULES, constant, cosine, learning_rate_schedule, linear, wsd
+from slipstream.optim.learning_rate import (
+    SCHEDULES,
+    constant,
+    cosine,
+    learning_rate_schedule,
+    linear,
+    one_minus_sqrt,
+    wsd,
+)
 
 
 def every(name: str, warmup_steps: int = 10):  # type: ignore[no-untyped-def]
@@ -28,7 +36,7 @@ def test_multiplier_never_rises_after_warmup(name: str) -> None:
     assert values[0] == values[1] == 1.0
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "1-sqrt"])
 def test_multiplier_is_clamped_after_the_end(name: str) -> None:
     assert every(name)(99) > 0.1
     assert [every(name)(step) for step in (100, 101, 10_000)] == pytest.approx([0.1] * 3, abs=1e-15)
@@ -50,13 +58,24 @@ def test_wsd_holds_the_peak_until_the_decay() -> None:
     assert [multiplier(step) for step in (85, 90, 100)] == pytest.approx([0.75, 0.5, 0.0])
 
 
+def test_one_minus_sqrt_holds_the_peak_and_falls_with_the_root_of_the_decay_that_has_passed() -> None:
+    multiplier = one_minus_sqrt(10, 16, 100, 0.0)
+    assert {multiplier(step) for step in range(9, 85)} == {1.0}
+    assert [multiplier(step) for step in (85, 88, 93, 99, 100)] == pytest.approx(
+        [1 - 1 / 4, 1 - 2 / 4, 1 - 3 / 4, 1 - (15 / 16) ** 0.5, 0.0], abs=1e-15
+    )
+    assert one_minus_sqrt(10, 16, 100, 0.2)(88) == pytest.approx(0.2 + 0.8 / 2)
+
+
 def test_run_may_consist_of_warmup_alone() -> None:
     assert cosine(10, 10, 0.1)(9) == 1.0
     assert wsd(10, 0, 10, 0.1)(9) == 1.0
 
 
 def test_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="schedule 'step' is unknown: choose one of constant, cosine, linear, wsd"):
+    with pytest.raises(
+        ValueError, match="schedule 'step' is unknown: choose one of constant, cosine, linear, wsd, 1-sqrt"
+    ):
         every("step")
 
 
