@@ -13,12 +13,12 @@ import inspect
 import re
 import typing
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import slipstream
 from slipstream.cli import dispatch
+from slipstream.cli.completion import arguments_of
 from slipstream.cli.init import field_texts
 from slipstream.config.schema import Config
 from slipstream.config.toml import literal
@@ -66,17 +66,6 @@ def commands() -> str:
             every = "Every field of the [configuration](configuration.md) is an option: `--section.field value`."
             parts.append(f"{every} A TOML file may come first; an option wins over the file.")
     return join(parts)
-
-
-def arguments_of(command: str) -> type:
-    """The dataclass of a command's arguments. `train` takes the configuration and nothing else."""
-    module = import_module(f"slipstream.cli.{command}")
-    own = [
-        value
-        for name, value in vars(module).items()
-        if name.endswith("Arguments") and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
-    ]
-    return own[0] if own else Config
 
 
 def explanation(command: str) -> str:

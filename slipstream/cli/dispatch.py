@@ -1,5 +1,5 @@
 """The command line: init | train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare
-| export | generate | eval.
+| export | generate | eval | completion.
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
@@ -15,6 +15,7 @@
     slipstream export RUN[@STEP] FOLDER
     slipstream generate RUN --prompt TEXT
     slipstream eval RUN --tasks TASK ...
+    slipstream completion bash
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
 and exit code 1.
@@ -52,6 +53,7 @@ COMMANDS = (
     "export",
     "generate",
     "eval",
+    "completion",
 )
 """Names of all commands. Each is a module of this package that has a function `main(arguments)`."""
 

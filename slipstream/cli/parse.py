@@ -60,35 +60,39 @@ def parse(
             raise  # exit code 0: the user asked for help
         raise UsageError(_explain(cls, arguments, command)) from None
     if unknown:
-        raise UsageError(_explain_unknown(unknown[0], _options(cls), command))
+        raise UsageError(_explain_unknown(unknown[0], options_of(cls), command))
     return given
 
 
-def _options(cls: Any, where: str = "") -> dict[str, Any]:
+def options_of(cls: Any, where: str = "") -> dict[str, Any]:
     """Returns the type of every field, by its dotted path."""
     options: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls).items():
-        options |= _options(hint, f"{where}{name}.") if dataclasses.is_dataclass(hint) else {f"{where}{name}": hint}
+        options |= options_of(hint, f"{where}{name}.") if dataclasses.is_dataclass(hint) else {f"{where}{name}": hint}
     return options
 
 
 def _explain(cls: Any, arguments: list[str], command: str) -> str:
     """Returns a sentence about the first option whose value tyro rejects on its own, or about what is missing."""
-    options, given = _options(cls), _values(arguments)
+    options, given = options_of(cls), _values(arguments)
     for path, hint in options.items():
         if path in given and hint is not bool and not given[path]:
             return f"{path} has no value: write {wanted(hint)}"
         if path in given and hint is not bool and not _is_valid(hint, given[path]):
             return f"{path} = {' '.join(given[path])!r} is invalid: write {wanted(hint)}"
-    places = len(given[""])
+    marks = typing.get_type_hints(cls, include_extras=True)
+    places = list(given[""])
     for member in dataclasses.fields(cls):
-        if member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING:
-            marks = typing.get_type_hints(cls, include_extras=True)[member.name]
-            is_positional = tyro.conf.Positional in getattr(marks, "__metadata__", ())
-            name = member.name.upper() if is_positional else f"--{member.name.replace('_', '-')}"
-            places -= is_positional
-            if places < 0 if is_positional else member.name not in given:
-                return f"{name} is missing: see {command} --help"
+        is_positional = tyro.conf.Positional in getattr(marks[member.name], "__metadata__", ())
+        is_needed = member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING
+        if is_positional and places:
+            place = places.pop(0)
+            if typing.get_origin(options[member.name]) is not tuple and not _is_valid(options[member.name], [place]):
+                return f"{member.name} = {place!r} is invalid: write {wanted(options[member.name])}"
+        elif is_positional and is_needed:
+            return f"{member.name.upper()} is missing: see {command} --help"
+        elif is_needed and member.name not in given:
+            return f"--{member.name.replace('_', '-')} is missing: see {command} --help"
     return f"{' '.join(arguments)!r} is invalid: see {command} --help"
 
 
