@@ -87,8 +87,10 @@ def groups(error_feedback: float) -> list[Group]:
     ]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [("Llama", 2), ("Llama", 3), ("Qwen3", 2), ("Gemma", 3), ("Gemma 3", 2), ("Mixtral", 2), ("Qwen3 MoE", 3)],
+)
 def test_twenty_delayed_steps_follow_the_oracle(family, stages, tmp_path):
     task = task_of(read_model(save_config(tmp_path, family), LENGTH))
     shared = {"num_microbatches": 3, "num_steps": 20}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,15 +42,16 @@ class LiveBytes:
     def restart_peak(self) -> None:
         self.peak = self.now
 
-    def add(self, tensor: Tensor, counts: bool = True) -> None:
-        """Adds the storage of a tensor. counts: whether the tensor is new. Otherwise the storage is only registered as
-        one that existed before."""
+    def add(self, tensor: Tensor, inputs: Sequence[Tensor] = ()) -> None:
+        """Adds the storage of a tensor that an operation returned. If it is also the storage of an input, it existed
+        before, and is only registered."""
         storage = tensor.untyped_storage()
         key = id(storage)  # torch keeps one Python object per storage as long as the storage lives
+        if key in self._known:
+            return
+        is_old = any(id(other.untyped_storage()) == key for other in inputs)
         with self._lock:
-            if key in self._known:
-                return
-            size = storage.nbytes() if counts else 0
+            size = 0 if is_old else storage.nbytes()
             self._known[key] = weakref.ref(storage, lambda _: self._remove(key, size))
             self.now += size
             self.peak = max(self.peak, self.now)
@@ -69,11 +70,12 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for tensor in _tensors((*args, *(kwargs or {}).values())):
-            self._live.add(tensor, counts=False)
         result = function(*args, **(kwargs or {}))
+        inputs: list[Tensor] | None = None
         for tensor in _tensors(result):
-            self._live.add(tensor)
+            if inputs is None:
+                inputs = list(_tensors((*args, *(kwargs or {}).values())))
+            self._live.add(tensor, inputs)
         return result
 
 

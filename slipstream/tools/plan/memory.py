@@ -519,7 +519,7 @@ class MemoryModel:
         updater = Updater(versions, groups, {}, lambda step: 1.0, track_alignment, device)
         live, work = LiveBytes(), 0
         with live.watch():
-            for step in range(3):  # the first step creates the optimizer state, the third compares two updates
+            for step in range(3 if track_alignment else 2):  # the first creates the state, the third compares updates
                 gradients = {
                     name: torch.empty_like(master, dtype=dtypes.gradient) for name, master in versions.masters.items()
                 }

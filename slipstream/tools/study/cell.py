@@ -174,5 +174,5 @@ def _set_fields(section: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in dataclasses.asdict(section).items()
-        if value not in (None, False, (), {}) or (name in may_be_missing and value is not None)
+        if value not in (None, False, "", (), {}) or (name in may_be_missing and value is not None)
     }
