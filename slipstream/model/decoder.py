@@ -93,7 +93,7 @@ class Attention(nn.Module):
         # Flash attention, which supports half precision only, reads shared key and value heads in place. The CUDA
         # kernel for float32 needs as many key heads as query heads. Otherwise torch falls back to a kernel that
         # allocates every length x length matrix (pytorch/pytorch#181528).
-        shared = query.dtype in (torch.float16, torch.bfloat16)
+        shared = query.dtype in (torch.float16, torch.bfloat16) or start > 0
         if not shared:
             key = key.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
             value = value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
