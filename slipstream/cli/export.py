@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     source = find_source(*run_and_step(given.run), screen.print)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("writing the weights", total=None)
-        done = export(
+        export(
             source,
             given.folder,
             given.dtype,
@@ -48,4 +48,4 @@ def main(arguments: list[str]) -> None:
             lambda now, total: progress.update(task, completed=now, total=total),
         )
     note = "" if source.tokenizer_json else "; the run does not know its tokenizer, so there is none"
-    print(f"{given.folder}: {done.num_parameters:,} parameters of {source.where} in {given.dtype}{note}")
+    print(f"{given.folder}: {source.model.num_parameters():,} parameters of {source.where} in {given.dtype}{note}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -62,9 +62,7 @@ def main(arguments: list[str]) -> None:
         raise UsageError(f"prompt has {len(prompt)} tokens, and the model {length} positions: shorten it")
     layers = load(source, *place(given.device, given.dtype))
     for sample in range(given.samples):
-        drawn = Sampling(
-            given.max_tokens, given.temperature, given.top_k, given.top_p, sampling.seed + sample, source.end_of_text_id
-        )
+        drawn = replace(sampling, seed=given.seed + sample, end=source.end_of_text_id)
         print(given.prompt, end="", flush=True)
         for piece in text.stream(generate(layers, prompt, drawn, length, given.cache)):
             print(piece, end="", flush=True)

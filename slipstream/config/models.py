@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,13 +80,8 @@ def _initial(config: Config) -> ModelSpec:
         raise ConfigError(f"{where} has a config.json without {error}: give the folder of a whole model") from error
     except ValueError as error:
         raise ConfigError(f"{where} cannot be trained ({error}): give another folder") from error
-    fields["sequence_length"] = min(fields["sequence_length"], MAX_INITIAL_LENGTH)
-    for name, value in fields.items():
-        given = getattr(config.model, name, None)
-        if name == "sequence_length" and given is not None:
-            fields[name] = given
-        elif given is not None and given != value:
-            raise ConfigError(f"model.{name} = {given} is {value} in {where}: leave it out")
+    fields["sequence_length"] = config.model.sequence_length or min(fields["sequence_length"], MAX_INITIAL_LENGTH)
+    _check_unchanged(config, fields, where)
     model = Decoder(**fields, initial=str(path))
     model.validate()
     with torch.device("meta"):
@@ -104,15 +100,23 @@ def _hugging_face(config: Config) -> ModelSpec:
     """Builds a model of transformers. Only the length of its sequences may be chosen."""
     from ..hf import read_model  # the library is large
 
+    where = f"model.hf = {config.model.hf!r}"
     try:
         model = read_model(expand_home(config.model.hf), config.model.sequence_length)
     except ValueError as error:
-        raise ConfigError(f"model.hf = {config.model.hf!r} cannot be trained: {error}") from error
-    for name, value in model.facts().items():
+        raise ConfigError(f"{where} cannot be trained: {error}") from error
+    if config.model.sequence_length is None:
+        model = dataclasses.replace(model, sequence_length=min(model.sequence_length, MAX_INITIAL_LENGTH))
+    _check_unchanged(config, model.facts(), where)
+    return model
+
+
+def _check_unchanged(config: Config, fields: Mapping[str, Any], where: str) -> None:
+    """Raises a ConfigError if the configuration changes a field that a folder decides."""
+    for name, value in fields.items():
         given = getattr(config.model, name, None)
         if given is not None and given != value:
-            raise ConfigError(f"model.{name} = {given} is {value} in model.hf = {config.model.hf!r}: leave it out")
-    return model
+            raise ConfigError(f"model.{name} = {given} is {value} in {where}: leave it out")
 
 
 def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelSpec:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,13 @@ from ..model.spec import ModelSpec
 from .loading import MASTER, Source
 
 
-@dataclass(frozen=True)
-class Exported:
-    num_parameters: int
-    files: tuple[str, ...]
-    """Names of the written files."""
-
-
 def export(
     source: Source,
     folder: Path,
     dtype: str,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Exported:
+) -> None:
     """Exports a checkpoint. progress: called with the bytes written so far, and with all bytes."""
     if source.checkpoint is None:
         raise UsageError(f"{source.where} is a folder of Hugging Face already: give a run")
@@ -69,7 +61,6 @@ def export(
         raise UsageError(f"folder = {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(source.model.num_parameters(), tuple(sorted(path.name for path in folder.iterdir())))
 
 
 def _write_weights(

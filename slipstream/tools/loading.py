@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,6 +52,8 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
     newest."""
     if (path / "config.toml").is_file():
         config = load_toml(path / "config.toml")
+        # It has all fields of the model, and the checkpoint has the weights: where the run started from may be gone.
+        config = replace(config, model=replace(config.model, initial=""))
         checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
     elif (path / "config.json").is_file():
         if step is not None:
