@@ -23,7 +23,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .model.decoder import next_token_loss
+from .model.decoder import Hidden, next_token_loss
+from .model.documents import attention_mask, document_starts
 from .model.spec import Loss, ModelSpec, generator
 
 PROBE_VOCABULARY, PROBE_LENGTH, PROBE_LAYERS = 32, 24, 4
@@ -54,11 +55,16 @@ class HuggingFaceModel(ModelSpec):
     tied_embeddings: bool = False
     folder: str = ""
     """Folder with the weights to start from. Empty means random weights."""
+    document_separator: int | None = None
+    """Token id with which a document begins, if documents are kept apart (model/documents.py)."""
 
     def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
         if loss_chunk_tokens:
             raise ValueError("train.loss_chunk_tokens is for the decoder, and model.hf is another: leave it out")
-        return cut(_build(self.config())), next_token_loss
+        return cut(_build(self.config()), self.document_separator), next_token_loss
+
+    def separating(self, separator: int) -> Self:
+        return replace(self, document_separator=separator)
 
     def config(self) -> Any:
         """Returns the configuration as an object of transformers."""
@@ -68,15 +74,8 @@ class HuggingFaceModel(ModelSpec):
         tree = json.loads(self.config_json)
         if isinstance(kinds := tree.get("layer_types"), list):
             tree["layer_types"] = [kinds[i % len(kinds)] for i in range(num_layers)]
-        return type(self)(
-            self.vocab_size,
-            self.sequence_length,
-            self.dim,
-            num_layers,
-            json.dumps(tree | {"num_hidden_layers": num_layers}),
-            self.tied_embeddings,
-            self.folder,
-        )
+        config_json = json.dumps(tree | {"num_hidden_layers": num_layers})
+        return replace(self, num_layers=num_layers, config_json=config_json)
 
     @torch.no_grad()
     def initialise(self, layers: nn.Module, seed: int | None) -> None:
@@ -212,7 +211,7 @@ def _build(config: Any, device: torch.device | None = None) -> nn.Module:
 # ---- the cut
 
 
-def cut(model: Any) -> nn.Sequential:
+def cut(model: Any, document_separator: int | None = None) -> nn.Sequential:
     """Returns the layers of a causal language model: its embedding, its decoder layers, and norm and projection. They
     share the model's parameters."""
     base, config = model.base_model, model.config
@@ -226,6 +225,10 @@ def cut(model: Any) -> nn.Sequential:
     blocks = [Block(layer, deepcopy(rotary), kinds[i], config) for i, layer in enumerate(base.layers)]
     names = ["embedding", *(f"block{i}" for i in range(len(blocks))), "head"]
     head = Head(base.norm, model.get_output_embeddings())
+    if document_separator is not None:
+        base.embed_tokens.register_forward_hook(
+            lambda layer, inputs, output: (output, document_starts(inputs[0], document_separator))
+        )
     return nn.Sequential(OrderedDict(zip(names, [base.embed_tokens, *blocks, head], strict=True)))
 
 
@@ -240,16 +243,21 @@ class Block(nn.Module):
         self.window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
         self._by_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, inputs: Hidden) -> Hidden:
+        hidden, starts = inputs if isinstance(inputs, tuple) else (inputs, None)
         length = hidden.shape[1]
         positions = torch.arange(length, device=hidden.device).unsqueeze(0)
-        given: dict[str, Any] = {"attention_mask": self._mask(length, hidden.device), "position_ids": positions}
+        mask = self._mask(length, hidden.device)
+        if starts is not None:
+            positions = positions - starts
+            mask = attention_mask(starts) if mask is None else attention_mask(starts) & mask
+        given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
             kind = {"layer_type": self.kind} if self._by_kind else {}
             given["position_embeddings"] = self.rotary(hidden, positions, **kind)
         output = self.layer(hidden, **given)
         result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+        return result if starts is None else (result, starts)
 
     def _mask(self, length: int, device: torch.device) -> Tensor | None:
         """Returns the mask of a sliding window. Without a mask, attention is causal."""
@@ -264,8 +272,8 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.output = norm, output
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.output(self.norm(hidden))
+    def forward(self, inputs: Hidden) -> Tensor:
+        logits: Tensor = self.output(self.norm(inputs[0] if isinstance(inputs, tuple) else inputs))
         return logits
 
 

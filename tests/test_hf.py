@@ -100,6 +100,20 @@ def test_twenty_delayed_steps_follow_the_oracle(family, stages, tmp_path):
     assert [report.loss for report in outcome.reports[-1]] == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.parametrize(("family", "stages"), [("Llama", 2), ("Gemma 3", 3), ("Qwen3 MoE", 2)])
+def test_documents_are_kept_apart(family, stages, tmp_path):
+    spec = read_model(save_config(tmp_path, family), LENGTH)
+    task = task_of(spec.separating(7))
+    tokens = torch.tensor([[1, 2, 3, 7, 5, 6, 7, 8, 9, 10, 11, 12]])
+    together, plain = task.model(tokens), task_of(spec).model
+    for start, end in ((0, 3), (3, 6), (6, 12)):
+        torch.testing.assert_close(together[:, start:end], plain(tokens[:, start:end]), atol=1e-6, rtol=0)
+    assert (together - plain(tokens)).abs().max() > 1e-3
+    shared = {"num_microbatches": 3, "num_steps": 8}
+    expected, _ = run_reference(task, groups(1.0), delays=[1], **shared)
+    assert largest_difference(run_pipeline(task, stages, groups(1.0), **shared).weights, expected) <= 1e-12
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma", "Mixtral"])
 def test_synchronous_steps_equal_a_plain_loop_of_transformers(family, tmp_path):
     spec = read_model(save_config(tmp_path, family), LENGTH)

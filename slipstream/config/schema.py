@@ -89,7 +89,10 @@ class DataConfig:
     already."""
     end_of_text: str | None = None
     """The token of the tokenizer that ends a document. None: it is found by its usual names. "none": documents have no
-    end token."""
+    end token. For shards whose tokenizer is unknown: its id."""
+    separate_documents: bool = False
+    """Whether attention and positions begin anew with every document. Otherwise tokens also see what stands before
+    their document in the same row."""
     text_field: str = "text"
     """The field of a .jsonl object that holds its text."""
     loader: str = "files"

@@ -16,7 +16,18 @@ from ..config.files import read_plain_file
 from ..config.schema import BUILTIN, DataConfig
 from .mixture import Source, turns
 from .shards import DTYPES, read_shard, tokenizer_beside
-from .text import SHARD_SUFFIX, Piece, Tokenizer, encode, expand, load_tokenizer, name_of, read_pieces
+from .text import (
+    ENDS_OF_TEXT,
+    SHARD_SUFFIX,
+    Piece,
+    Tokenizer,
+    encode,
+    expand,
+    load_tokenizer,
+    name_of,
+    read_pieces,
+    token_ids,
+)
 from .tokens import DataError, Tokens, num_held_out
 
 _BUILTIN_BYTES = 16 * 2**20
@@ -40,6 +51,8 @@ class Corpus:
     """Content of the tokenizer's file. None means that there is no such file, or that its path is unknown."""
     sources: tuple[Source, ...] = ()
     """Sources to mix by weight, in the order of `train`. Empty: all tokens are one source."""
+    end_of_text: int | None = None
+    """Id that ends a document. None means that none does, or that it is unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +62,7 @@ class _Part:
     tokenizer: str
     held_out: bool = False
     tokenizer_json: bytes | None = None
+    end_of_text: int | None = None
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -106,7 +120,33 @@ def load_corpus(config: DataConfig) -> Corpus:
         )
         if config.weights
         else (),
+        _end_of_text(every, config, kept, largest),
     )
+
+
+def _end_of_text(parts: list[_Part], config: DataConfig, tokenizer_json: bytes | None, vocab_size: int) -> int | None:
+    """Returns the id that ends a document. Shards may not tell it: then the configuration or the tokenizer does."""
+    known = {part.end_of_text for part in parts if part.end_of_text is not None}
+    if len(known) > 1:
+        raise DataError(f"data.sources ends documents with the tokens {sorted(known)}: prepare them alike.")
+    if known or not config.separate_documents:
+        return next(iter(known), None)
+    ids = {} if tokenizer_json is None else token_ids(tokenizer_json)
+    names = ENDS_OF_TEXT if config.end_of_text is None else (config.end_of_text,)
+    if config.end_of_text is not None and config.end_of_text.isdecimal():
+        ids.setdefault(config.end_of_text, int(config.end_of_text))
+    found = next((ids[name] for name in names if name in ids), None)
+    if found is None:
+        raise DataError(
+            "data.separate_documents is true, but nothing tells which token ends a document of "
+            f"{list(config.sources)}: set data.end_of_text to its id, or prepare the text with an end token."
+        )
+    if found >= vocab_size:
+        raise DataError(
+            f"data.end_of_text is {config.end_of_text!r}, but all token ids are below {vocab_size}: give the id of the "
+            "token that ends a document."
+        )
+    return found
 
 
 def _check_weights(config: DataConfig) -> None:
@@ -149,7 +189,8 @@ def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
     for file in files:
         ids, info = read_shard(file, config.token_dtype)
         kept = _tokenizer_of(file, info.tokenizer)
-        parts.append(_Part(ids, info.vocab_size, info.tokenizer, info.split == "validation", kept))
+        is_held_out = info.split == "validation"
+        parts.append(_Part(ids, info.vocab_size, info.tokenizer, is_held_out, kept, info.end_of_text))
     return parts
 
 
@@ -164,7 +205,7 @@ def _tokenizer_of(shard: Path, name: str) -> bytes | None:
 def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, held_out: bool = False) -> _Part:
     ids = [ids for ids, _ in encode(pieces, tokenizer)]
     joined = np.concatenate(ids) if ids else np.empty(0, dtype=tokenizer.dtype)
-    return _Part(joined, tokenizer.vocab_size, tokenizer.name, held_out, tokenizer.source)
+    return _Part(joined, tokenizer.vocab_size, tokenizer.name, held_out, tokenizer.source, tokenizer.end_of_text)
 
 
 def _read_builtin(config: DataConfig) -> list[_Part]:

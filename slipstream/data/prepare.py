@@ -109,7 +109,8 @@ def prepare(
                 shard = Path(folder) / f"{prefix.name}.{split}.{number:05d}{SHARD_SUFFIX}"
                 part = ids[start : start + shard_tokens]
                 part.tofile(shard)
-                write_sidecar(shard, ShardInfo(chosen.dtype, chosen.vocab_size, len(part), chosen.name, split))
+                info = ShardInfo(chosen.dtype, chosen.vocab_size, len(part), chosen.name, split, chosen.end_of_text)
+                write_sidecar(shard, info)
                 names.append(shard.name)
 
         kept = tokenizer_beside(prefix.parent / names[0])

@@ -36,6 +36,8 @@ class ShardInfo:
     """Name of the tokenizer that made the ids, see `text.Tokenizer`."""
     split: str = "train"
     """Part of the corpus: "train", or "validation" for ids that are held out."""
+    end_of_text: int | None = None
+    """Id that ends a document. None means that none does, or that it is unknown."""
 
 
 def sidecar(shard: Path) -> Path:
@@ -124,6 +126,8 @@ def _read_sidecar(path: Path) -> ShardInfo:
         value = getattr(info, field)
         if type(value) is not int or value < 1:
             raise DataError(f"{str(path)!r} has {field} {value!r}: it must be a whole number above 0.")
+    if info.end_of_text is not None and (type(info.end_of_text) is not int or info.end_of_text < 0):
+        raise DataError(f"{str(path)!r} has end_of_text {info.end_of_text!r}: it must be a token id or null.")
     if not isinstance(info.tokenizer, str):
         raise DataError(f"{str(path)!r} has tokenizer {info.tokenizer!r}: it must be a name.")
     for field, known in (("dtype", tuple(DTYPES)), ("split", SPLITS)):

@@ -129,6 +129,15 @@ def _end_of_text(id_of: Callable[[str], int | None], tokenizer: str, section: st
     return found
 
 
+def token_ids(tokenizer_json: bytes) -> dict[str, int]:
+    """Returns the id of every token of a tokenizer.json, without the library that uses it."""
+    tree = json.loads(tokenizer_json)
+    vocabulary = tree["model"].get("vocab", {})
+    if isinstance(vocabulary, list):  # pairs of a token and its score, in the order of their ids
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
+
+
 def expand(sources: Sequence[str], field: str, suffixes: Sequence[str] = (*TEXT_SUFFIXES, SHARD_SUFFIX)) -> list[Path]:
     """Returns the files that a list of files, folders and globs refers to, in a stable order.
 

@@ -21,9 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .documents import Embedding, attend
 from .experts import Mixture
 from .presets import ModelConfig, layer_names
 from .spec import generator
+
+Hidden = Tensor | tuple[Tensor, Tensor]
+"""What passes between two layers: (batch, length, dim), and where documents are kept apart, their starts."""
 
 IGNORE = -100
 """Target of positions that do not count in the loss, such as padding."""
@@ -74,8 +78,12 @@ class Attention(nn.Module):
         self.cosine.copy_(angle.cos().float())
         self.sine.copy_(angle.sin().float())
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # (batch, length, dim) -> the same
-        """cache: the keys and values of the positions before x, to which those of x are added."""
+    def forward(self, x: Tensor, cache: Cache | None = None, starts: Tensor | None = None) -> Tensor:
+        """Maps (batch, length, dim) to the same.
+
+        cache: the keys and values of the positions before x, to which those of x are added. starts: where the document
+        of each position begins. None means that a row is one document.
+        """
         batch, length, _ = x.shape
         start = 0 if cache is None else cache.length
         if start + length > self.cosine.shape[0]:
@@ -84,6 +92,9 @@ class Attention(nn.Module):
                 "raise it or send shorter sequences."
             )
         cosine, sine = self.cosine[start : start + length], self.sine[start : start + length]
+        if starts is not None:
+            positions = torch.arange(length, device=x.device) - starts
+            cosine, sine = self.cosine[positions].unsqueeze(1), self.sine[positions].unsqueeze(1)
         query = self.query_norm(self.query(x).view(batch, length, self.num_heads, self.head_dim)).transpose(1, 2)
         key = self.key_norm(self.key(x).view(batch, length, self.num_kv_heads, self.head_dim)).transpose(1, 2)
         value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
@@ -93,11 +104,14 @@ class Attention(nn.Module):
         # Flash attention, which supports half precision only, reads shared key and value heads in place. The CUDA
         # kernel for float32 needs as many key heads as query heads. Otherwise torch falls back to a kernel that
         # allocates every length x length matrix (pytorch/pytorch#181528).
-        shared = query.dtype in (torch.float16, torch.bfloat16) or start > 0
+        shared = starts is None and (query.dtype in (torch.float16, torch.bfloat16) or start > 0)
         if not shared:
             key = key.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
             value = value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1, enable_gqa=shared)
+        if starts is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1, enable_gqa=shared)
+        else:
+            mixed = attend(query, key, value, starts)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -172,9 +186,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = mixture(config) if is_sparse else Mlp(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, inputs: Hidden, cache: Cache | None = None) -> Hidden:
+        x, starts = inputs if isinstance(inputs, tuple) else (inputs, None)
+        x = x + self.attention(self.attention_norm(x), cache, starts)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if starts is None else (x, starts)
 
 
 class Head(nn.Module):
@@ -184,8 +200,8 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.norm(x)
+    def forward(self, inputs: Hidden) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.norm(inputs[0] if isinstance(inputs, tuple) else inputs)
         return self.output(x) if self.logits else (x, self.output.weight)
 
 
@@ -198,13 +214,19 @@ def decoder(config: ModelConfig, logits: bool = True) -> nn.Sequential:
     config.validate()
     num_dense = config.num_layers - config.num_sparse_layers
     layers: list[nn.Module] = [
-        nn.Embedding(config.vocab_size, config.dim),
+        _embedding(config),
         *(Block(config, is_sparse=i >= num_dense) for i in range(config.num_layers)),
         Head(config, logits),
     ]
     model = nn.Sequential(OrderedDict(zip(layer_names(config), layers, strict=True)))
     tie(model, config)
     return model
+
+
+def _embedding(config: ModelConfig) -> nn.Embedding:
+    if config.document_separator is None:
+        return nn.Embedding(config.vocab_size, config.dim)
+    return Embedding(config.vocab_size, config.dim, config.document_separator)
 
 
 def tie(model: nn.Module, config: ModelConfig) -> None:

@@ -59,6 +59,9 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] | None = None
     """Stretches the long rotary wavelengths, as in Llama 3.1: factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings. None means not."""
+    document_separator: int | None = None
+    """Token id with which a document begins. Attention and positions do not reach back beyond it (documents.py). None
+    means that a row is one document."""
 
     @property
     def head_size(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -30,6 +30,9 @@ class Decoder(ModelConfig, ModelSpec):
         initialise(layers, self, None if self.initial else seed)
         if self.initial and seed is not None:
             read_weights(layers, self, WeightFolder(Path(self.initial)))
+
+    def separating(self, separator: int) -> Self:
+        return replace(self, document_separator=separator)
 
     def layer_flops(self) -> list[float]:
         return layer_costs(self, self.sequence_length)

@@ -66,6 +66,11 @@ class ModelSpec(ABC):
         changes = {"num_dense_layers": num_dense_layers} if self.num_experts else {}
         return dataclasses.replace(self, num_layers=num_layers, **changes)  # type: ignore[type-var]
 
+    def separating(self, separator: int) -> Self:
+        """Returns the same model, except that no token sees a document before its own. A document begins with the token
+        `separator`. A model that cannot do this raises NotImplementedError."""
+        raise NotImplementedError
+
     def validate(self) -> None:  # noqa: B027
         """Raises a ValueError with one sentence if the numbers do not fit together."""
 

@@ -16,7 +16,7 @@ from ..config.models import model_of
 from ..config.schema import Config, ModelSection
 from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
-from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT
+from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, token_ids
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 
@@ -98,10 +98,7 @@ def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | No
         names = (BYTES[0],)
     else:
         return None, None, None
-    tree = json.loads(text)
-    vocabulary = tree["model"].get("vocab")
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    ids |= {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
+    ids = token_ids(text)
     end = None if config.data.end_of_text == NO_END_OF_TEXT else next((name for name in names if name in ids), None)
     return text, end, None if end is None else ids[end]
 

@@ -76,6 +76,8 @@ def build_components(config: Config) -> Components:
         groups = parameter_groups(config)
         corpus = _corpus(config.data)
         model = model_of(config, corpus.vocab_size)
+        if config.data.separate_documents:
+            model = _separating(model, corpus)
         batches, validation = _batches(config, model, corpus)
         check_model(config, model)
         check_memory(config, model)
@@ -149,6 +151,21 @@ def _measured_costs(config: Config, model: ModelSpec) -> list[float]:
     except UsageError as error:
         raise ConfigError(f"pipeline.{error}") from error
     return [layer.compute + (layer.forward if layer.name in recomputed else 0.0) for layer in layers]
+
+
+def _separating(model: ModelSpec, corpus: Corpus) -> ModelSpec:
+    """Returns the model with documents kept apart."""
+    if corpus.end_of_text is None:
+        raise ConfigError(
+            "data.separate_documents = true needs a token that ends a document, and data.loader names none: "
+            "give its Corpus an end_of_text"
+        )
+    try:
+        return model.separating(corpus.end_of_text)
+    except NotImplementedError:
+        raise ConfigError(
+            f"data.separate_documents = true is not possible with a {type(model).__name__}: leave it out"
+        ) from None
 
 
 def _has_tied(config: Config, model: ModelSpec) -> bool:

@@ -83,7 +83,7 @@ class Profile:
         this profile, for error messages.
         """
         for name, value in model.facts().items():
-            if name not in ("num_layers", "initial") and self.model.get(name) != value:
+            if name not in ("num_layers", "initial", "document_separator") and self.model.get(name) != value:
                 raise UsageError(
                     f"profile = {str(path)!r} is of another model, {name} is {self.model.get(name)} there and {value} "
                     "here: run slipstream profile with these options"

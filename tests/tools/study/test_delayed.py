@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +113,19 @@ def test_a_study_run_equals_the_pipeline(changes: dict[str, Any]) -> None:
     start = decoder(build_components(config).model).double()
     initialise(start, build_components(config).model, config.train.seed)
     assert largest_difference(start.state_dict(), weights) > 1e-3  # it went somewhere
+
+
+def test_a_study_keeps_documents_apart_as_the_pipeline_does(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i * i}"}) + "\n" for i in range(400)))
+    together = changed(BASE, data__sources=(str(tmp_path),), optimizer__error_feedback=1.0)
+    config = changed(together, data__separate_documents=True)
+    assert Cell(config).id != Cell(together).id
+    weights, losses, held_out = run_study(Cell(config))
+    expected, expected_losses, expected_held_out = run_pipeline(config)
+    assert largest_difference(expected, weights) < 1e-12
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert held_out == pytest.approx(expected_held_out, rel=1e-12)
+    assert largest_difference(run_study(Cell(together))[0], weights) > 1e-4
 
 
 @pytest.mark.parametrize("changes", [{}, {"pipeline__stages": 3, "pipeline__microbatches": 3, **EXPERTS}])
