@@ -165,9 +165,11 @@ def prepare(
         if tell is not None:
             ends = "no token" if chosen.end_of_text is None else f"token {chosen.end_of_text}"
             size = sum(path.stat().st_size for path in paths)
-            rate = f", {size / len(everything):.2f} bytes of the files to a token" if paths and not max_tokens else ""
-            cut = "; reading stopped at max_tokens" if max_tokens and int(max_tokens) in written else ""
-            tell(f"documents: {num_documents:,}, each with {ends} at its end; {len(everything):,} tokens{rate}{cut}")
+            if max_tokens is not None and int(max_tokens) in written:
+                tell(f"{len(everything):,} tokens; reading stopped at max_tokens")
+            else:
+                rate = f", {size / len(everything):.2f} bytes of the files to a token" if paths else ""
+                tell(f"documents: {num_documents:,}, each with {ends} at its end; {len(everything):,} tokens{rate}")
     return [prefix.parent / name for name in names]
 
 
