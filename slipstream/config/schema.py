@@ -247,6 +247,11 @@ class EvaluationSection:
     """Evaluate after this many steps. 0: only at the end. The pipeline does not drain for it."""
     batches: int = 8
     """Microbatches of held-out text. 0: no evaluation."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the model continues at every evaluation, to read on the screen, in metrics.jsonl and in loggers. Every
+    token costs one forward of all prompts through all stages, during which training waits."""
+    sample_tokens: int = 32
+    """Number of tokens with which each prompt is continued."""
 
 
 @dataclass(frozen=True)
