@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from ..errors import UsageError
 from .parse import cannot_write, parse
@@ -23,11 +23,13 @@ class PrepareArguments:
     """
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ...")]
-    """Text, JSONL or Parquet files, folders or globs. Parquet needs slipstream[parquet]."""
+    """Text, JSONL (also .jsonl.gz and .jsonl.zst) or Parquet files, folders or globs; or hf:NAME, a dataset of the
+    Hugging Face Hub or a folder of one, which is streamed. Parquet and .zst need slipstream[parquet], hf:NAME needs
+    slipstream[datasets]."""
     output: str
     """Path and beginning of the shards' names: data/web gives data/web.train.00000.bin and so on."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json or its folder."""
+    """"bytes", or a tokenizer.json or its folder, or hf:NAME, that of a model of the Hugging Face Hub."""
     end_of_text: str | None = None
     """The token of the tokenizer that ends a document; by default it is found by its usual names. "none": documents
     have no end token."""
@@ -36,7 +38,16 @@ class PrepareArguments:
     validation_fraction: float = 0.05
     """The part that is held out: the end of the tokens."""
     text_field: str = "text"
-    """The field of a JSONL object, or the column of a Parquet file, that holds the text."""
+    """The field of a JSONL object, or the column of a Parquet file or dataset, that holds the text."""
+    config: str | None = None
+    """The configuration (subset) of a dataset, such as sample-10BT."""
+    split: str = "train"
+    """The split of a dataset to read."""
+    validation_split: str | None = None
+    """The split of a dataset to hold out as a whole, instead of --validation-fraction."""
+    max_tokens: float | None = None
+    """Number of tokens after which reading stops, such as 1e9. If --validation-split is given, each split has so many
+    at most."""
     overwrite: bool = False
     """Replace earlier shards of the same name."""
 
@@ -46,10 +57,11 @@ def main(arguments: list[str]) -> None:
 
     given = parse(PrepareArguments, arguments, "slipstream prepare", inspect.getdoc(PrepareArguments) or "")
     console = Console(stderr=True)
+    from_hub = any(source.startswith("hf:") for source in given.sources)
     progress = Progress(
         "{task.description}",
         BarColumn(),
-        DownloadColumn(),
+        MofNCompleteColumn() if from_hub else DownloadColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
@@ -66,6 +78,10 @@ def main(arguments: list[str]) -> None:
                 given.validation_fraction,
                 lambda done, total: progress.update(task, completed=done, total=total),
                 text_field=given.text_field,
+                config=given.config,
+                split=given.split,
+                validation_split=given.validation_split,
+                max_tokens=given.max_tokens,
                 end_of_text=given.end_of_text,
                 overwrite=given.overwrite,
                 tell=lambda line: print(line, file=sys.stderr),

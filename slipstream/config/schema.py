@@ -75,7 +75,8 @@ class ModelSection:
 @dataclass(frozen=True)
 class DataConfig:
     sources: tuple[str, ...] = (BUILTIN,)
-    """Files (.txt, .jsonl, .bin), folders or globs. "builtin" is the source code of Python's standard library."""
+    """Files (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .bin), folders or globs. "builtin" is the source code of Python's
+    standard library."""
     validation_sources: tuple[str, ...] = ()
     """Files, folders or globs that are held out for validation. If empty, a part of `sources` is held out."""
     weights: tuple[float, ...] = ()
@@ -85,8 +86,8 @@ class DataConfig:
     """The part that is held out: the end of the tokens (with `weights`: of each source), or whole files of "builtin".
     Shards may bring their own."""
     tokenizer: str = "bytes"
-    """Turns text into tokens: "bytes", or a tokenizer.json or its folder (needs slipstream[text]). Shards are tokens
-    already."""
+    """Turns text into tokens: "bytes", or a tokenizer.json or its folder, or hf:NAME, that of a model of the Hugging
+    Face Hub (needs slipstream[text]). Shards are tokens already."""
     end_of_text: str | None = None
     """The token of the tokenizer that ends a document. None: it is found by its usual names. "none": documents have no
     end token. For shards whose tokenizer is unknown: its id."""
@@ -249,6 +250,11 @@ class EvaluationSection:
     """Evaluate after this many steps. 0: only at the end. The pipeline does not drain for it."""
     batches: int = 8
     """Microbatches of held-out text. 0: no evaluation."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the model continues at every evaluation, to read on the screen, in metrics.jsonl and in loggers. Every
+    token costs one forward of all prompts through all stages, during which training waits."""
+    sample_tokens: int = 32
+    """Number of tokens with which each prompt is continued."""
 
 
 @dataclass(frozen=True)

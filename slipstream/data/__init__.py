@@ -2,6 +2,7 @@
 get the same batches."""
 
 from .batches import Batches, ValidationBatches, validation_batches
+from .codec import Codec
 from .corpus import Corpus, DataConfig, load_corpus
 from .loaders import corpus_of
 from .mixture import Source
@@ -11,6 +12,7 @@ from .tokens import DataError, Tokens
 
 __all__ = [
     "Batches",
+    "Codec",
     "Corpus",
     "DataConfig",
     "DataError",

@@ -52,7 +52,7 @@ def _opened(path: Path, text_field: str) -> Iterator[Any]:
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, text_field)
+            check_column(str(path), file.schema_arrow, text_field)
             yield file
     except DataError:
         raise
@@ -61,17 +61,16 @@ def _opened(path: Path, text_field: str) -> Iterator[Any]:
         raise DataError(f"{str(path)!r} is no Parquet file that can be read ({reason}): write it again.") from None
 
 
-def _check_column(path: Path, schema: Any, text_field: str) -> None:
+def check_column(source: str, schema: Any, text_field: str) -> None:
+    """Raises a DataError unless a table with this schema has text in the column `text_field`."""
     from pyarrow import types
 
     if text_field not in schema.names:
-        raise DataError(
-            f"{str(path)!r} has no column {text_field!r}: set text_field to one of {', '.join(schema.names)}."
-        )
+        raise DataError(f"{source!r} has no column {text_field!r}: set text_field to one of {', '.join(schema.names)}.")
     kind = schema.types[schema.names.index(text_field)]
     values = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
         raise DataError(
-            f"{str(path)!r} has {kind} in the column {text_field!r}: set text_field to a column of text, of "
+            f"{source!r} has {kind} in the column {text_field!r}: set text_field to a column of text, of "
             f"{', '.join(schema.names)}."
         )

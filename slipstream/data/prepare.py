@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..config.files import expand_home
+from .hugging_face import HubSplit, open_hub
 from .parquet import check_parquet, read_parquet
 from .shards import DTYPES, SPLITS, ShardInfo, sidecar, tokenizer_beside, write_sidecar
-from .text import PARQUET_SUFFIX, SHARD_SUFFIX, TEXT_SUFFIXES, Piece, encode, expand, load_tokenizer, read_pieces
+from .text import (
+    HUB_PREFIX,
+    PARQUET_SUFFIX,
+    SHARD_SUFFIX,
+    TEXT_SUFFIXES,
+    Piece,
+    Tokenizer,
+    encode,
+    expand,
+    load_tokenizer,
+    read_pieces,
+)
 from .tokens import DataError, num_held_out
 
 
@@ -38,9 +52,13 @@ def prepare(
     output_prefix: str | Path,
     shard_tokens: int = 100_000_000,
     validation_fraction: float = 0.05,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
     *,
     text_field: str = "text",
+    config: str | None = None,
+    split: str = "train",
+    validation_split: str | None = None,
+    max_tokens: float | None = None,
     end_of_text: str | None = None,
     overwrite: bool = False,
     tell: Callable[[str], None] | None = None,
@@ -53,14 +71,26 @@ def prepare(
     held out. Neither the text nor the ids are ever completely in memory. For a short time the disk holds the ids twice,
     because the start of the held-out part is known only at the end. Shards get their names when all are finished.
 
-    progress: called with (done_bytes, total_bytes) while the text is read. tell: called with a sentence that describes
-    the result.
+    A source is a file, a folder or a glob; or all of them are datasets of Hugging Face, "hf:" and a name, which are
+    streamed. config, split: what to read of a dataset. validation_split: a split to hold out as a whole instead of
+    `validation_fraction`. max_tokens: number of ids after which reading stops, for each of the two splits.
+
+    progress: called with (done, total) while the text is read. They are bytes of files, or rows of a dataset. total is
+    an estimate if `max_tokens` is set, and None if it is unknown. tell: called with a sentence that describes the
+    result.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens is {shard_tokens}: set it to 1 or more.")
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction is {validation_fraction}: set it to at least 0 and below 1.")
-    paths = expand(sources, "sources", (*TEXT_SUFFIXES, PARQUET_SUFFIX, SHARD_SUFFIX))
+    if max_tokens is not None and not 1 <= max_tokens < math.inf:
+        raise DataError(f"max_tokens is {max_tokens}: set it to 1 or more.")
+    from_hub = bool(sources) and all(source.startswith(HUB_PREFIX) for source in sources)
+    if validation_split is not None and not from_hub:
+        raise DataError(f"validation_split is {validation_split!r}, but sources names files: leave it out.")
+    if validation_split == split:
+        raise DataError(f"validation_split is {split!r}, which is also the split to train on: name another.")
+    paths = [] if from_hub else expand(sources, "sources", (*TEXT_SUFFIXES, PARQUET_SUFFIX, SHARD_SUFFIX))
     for path in paths:
         if path.suffix == SHARD_SUFFIX:
             raise DataError(f"sources names {str(path)!r}, which is a token shard already: give text.")
@@ -78,38 +108,45 @@ def prepare(
     for path in paths:
         if path.suffix == PARQUET_SUFFIX:
             check_parquet(path, text_field)
-    report = progress or (lambda done_bytes, total_bytes: None)
+    if from_hub:
+        opened = [open_hub(source, config) for source in sources]
+        texts = [_of_split(find(split, "split"), text_field) for find in opened]
+        wanted = [find(validation_split, "validation_split") for find in opened] if validation_split else []
+        held_out = [_of_split(found, text_field) for found in wanted]
+    else:
+        texts, held_out = [_of_file(path, text_field) for path in paths], []
 
     with _folder(prefix.parent), tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
         stream = Path(folder) / "stream"
-        total, before, num_documents = sum(path.stat().st_size for path in paths), 0, 0
+        num_documents = 0
 
-        def counted(pieces: Iterator[Piece]) -> Iterator[Piece]:
+        def counted(text: _Text) -> Iterator[Piece]:
             nonlocal num_documents
-            for piece in pieces:
+            for piece in text.pieces:
                 num_documents += piece.ends_document
                 yield piece
 
+        written = [0, 0]
         with stream.open("wb") as file:
-            for path in paths:
-                read = read_parquet if path.suffix == PARQUET_SUFFIX else read_pieces
-                for ids, position in encode(counted(read(path, text_field)), chosen):
+            for index, part in enumerate((texts, held_out)):
+                watched = [text._replace(pieces=counted(text)) for text in part]
+                for ids in _tokens(watched, chosen, max_tokens, progress):
                     ids.astype(DTYPES[chosen.dtype], copy=False).tofile(file)
-                    report(before + position, total)
-                before += path.stat().st_size
-                report(before, total)
-        if not stream.stat().st_size:
-            raise DataError(f"sources names {len(paths)} files without any text: give some.")
+                    written[index] += len(ids)
+        for number, part in zip(written, (texts, held_out), strict=True):
+            if part and not number:
+                named = f"{len(part)} {'datasets' if from_hub else 'files'}"
+                raise DataError(f"sources names {named} without any text: give some.")
         everything = np.memmap(stream, dtype=DTYPES[chosen.dtype], mode="r")
-        boundary = len(everything) - num_held_out(len(everything), validation_fraction)
+        boundary = written[0] if held_out else len(everything) - num_held_out(len(everything), validation_fraction)
 
         names: list[str] = []
-        for split, ids in zip(SPLITS, (everything[:boundary], everything[boundary:]), strict=True):
+        for name, ids in zip(SPLITS, (everything[:boundary], everything[boundary:]), strict=True):
             for number, start in enumerate(range(0, len(ids), shard_tokens)):
-                shard = Path(folder) / f"{prefix.name}.{split}.{number:05d}{SHARD_SUFFIX}"
-                part = ids[start : start + shard_tokens]
-                part.tofile(shard)
-                info = ShardInfo(chosen.dtype, chosen.vocab_size, len(part), chosen.name, split, chosen.end_of_text)
+                shard = Path(folder) / f"{prefix.name}.{name}.{number:05d}{SHARD_SUFFIX}"
+                content = ids[start : start + shard_tokens]
+                content.tofile(shard)
+                info = ShardInfo(chosen.dtype, chosen.vocab_size, len(content), chosen.name, name, chosen.end_of_text)
                 write_sidecar(shard, info)
                 names.append(shard.name)
 
@@ -128,8 +165,55 @@ def prepare(
             os.replace(Path(folder) / name, shard)
         if tell is not None:
             ends = "no token" if chosen.end_of_text is None else f"token {chosen.end_of_text}"
-            tell(
-                f"documents: {num_documents:,}, each with {ends} at its end; {len(everything):,} tokens, "
-                f"{total / len(everything):.2f} bytes of the files to a token"
-            )
+            size = sum(path.stat().st_size for path in paths)
+            if max_tokens is not None and int(max_tokens) in written:
+                tell(f"{len(everything):,} tokens; reading stopped at max_tokens")
+            else:
+                rate = f", {size / len(everything):.2f} bytes of the files to a token" if paths else ""
+                tell(f"documents: {num_documents:,}, each with {ends} at its end; {len(everything):,} tokens{rate}")
     return [prefix.parent / name for name in names]
+
+
+class _Text(NamedTuple):
+    """A file, or a split of a dataset."""
+
+    pieces: Iterator[Piece]
+    size: int | None
+    """Where the position of the pieces ends. None means that it is unknown."""
+
+
+def _of_file(path: Path, text_field: str) -> _Text:
+    read = read_parquet if path.suffix == PARQUET_SUFFIX else read_pieces
+    return _Text(read(path, text_field), path.stat().st_size)
+
+
+def _of_split(split: HubSplit, text_field: str) -> _Text:
+    return _Text(split.read(text_field), split.num_rows)
+
+
+def _tokens(
+    texts: Sequence[_Text],
+    tokenizer: Tokenizer,
+    max_tokens: float | None,
+    progress: Callable[[int, int | None], None] | None,
+) -> Iterator[np.ndarray]:
+    """Yields the ids of texts one after the other, `max_tokens` of them at most, and reports the progress."""
+    limit = math.inf if max_tokens is None else int(max_tokens)
+    sizes = [text.size for text in texts if text.size is not None]
+    total = sum(sizes) if len(sizes) == len(texts) else None
+    before, num_tokens = 0, 0
+    for text in texts:
+        position = 0
+        for ids, position in encode(text.pieces, tokenizer):
+            ids = ids[: int(min(len(ids), limit - num_tokens))]
+            yield ids
+            num_tokens += len(ids)
+            done = before + position
+            if progress is not None:
+                expected = total if limit == math.inf else int(done * limit / num_tokens)
+                progress(done, expected if total is None or expected is None else min(expected, total))
+            if num_tokens == limit:
+                return
+        before += position if text.size is None else text.size
+        if progress is not None:
+            progress(before, total)

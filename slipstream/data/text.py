@@ -1,21 +1,24 @@
 """Turns files into token ids: finds the files, splits them into documents, and applies a tokenizer.
 
 Files are read in pieces and never as a whole, so that `prepare` can read any number of gigabytes. A document is one
-line of a .jsonl file, or the text between two lines `<|endoftext|>` of a .txt file. Each document ends with the
-tokenizer's end-of-text token, or with a zero byte if tokens are bytes.
+line of a .jsonl file, which may be compressed, or the text between two lines `<|endoftext|>` of a .txt file. Each
+document ends with the tokenizer's end-of-text token, or with a zero byte if tokens are bytes.
 """
 
 from __future__ import annotations
 
 import codecs
 import glob
+import gzip
 import hashlib
+import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,9 +28,11 @@ from .tokens import DataError
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")
 """Names of the token that ends a document, in the order in which they are looked up in a tokenizer."""
 NO_END_OF_TEXT = "none"
-TEXT_SUFFIXES = (".txt", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_SUFFIX = ".parquet"
 SHARD_SUFFIX = ".bin"
+HUB_PREFIX = "hf:"
+"""Comes before the name of a dataset, or of a model that has a tokenizer, of the Hugging Face Hub."""
 
 _SEPARATOR = re.compile(r"^<\|endoftext\|>\r?(?:\n|\Z)", re.MULTILINE)
 _PIECE_BYTES = 2**17
@@ -61,7 +66,8 @@ class Piece(NamedTuple):
 
 
 def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = None) -> Tokenizer:
-    """Loads the tokenizer "bytes", or that of a tokenizer.json, or of a folder that contains one.
+    """Loads the tokenizer "bytes", or that of a tokenizer.json, of a folder that contains one, or of "hf:" and the name
+    of a model of the Hugging Face Hub.
 
     section: prefix of the names of the two settings in error messages. end_of_text: the token that ends a document.
     None means the first of ENDS_OF_TEXT that the tokenizer has. NO_END_OF_TEXT means that nothing marks the end of a
@@ -76,7 +82,7 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
             )
         end = 0 if end_of_text is None else None
         return Tokenizer("bytes", 256, end, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
-    path = expand_home(tokenizer)
+    path = _download(tokenizer, field) if tokenizer.startswith(HUB_PREFIX) else expand_home(tokenizer)
     if path.is_dir():
         path /= "tokenizer.json"
         if not path.is_file():
@@ -107,6 +113,24 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
         encode=lambda texts: [each.ids for each in library.encode_batch(texts, add_special_tokens=False)],
         source=source,
     )
+
+
+def _download(tokenizer: str, field: str) -> Path:
+    """Returns the tokenizer.json of a model of the Hub, from the cache if it is there."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DataError(
+            f"{field} is {tokenizer!r}, which needs the tokenizers library: pip install 'slipstream[text]'."
+        ) from None
+    try:
+        return Path(huggingface_hub.hf_hub_download(tokenizer.removeprefix(HUB_PREFIX), "tokenizer.json"))
+    except Exception as error:  # of the name, the Hub or the network
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{field} is {tokenizer!r}, whose tokenizer.json cannot be downloaded ({reason}): check the name and the "
+            "network, or give a tokenizer.json."
+        ) from None
 
 
 def name_of(file: str, source: bytes) -> str:
@@ -146,9 +170,14 @@ def expand(sources: Sequence[str], field: str, suffixes: Sequence[str] = (*TEXT_
     known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     files: list[Path] = []
     for source in sources:
+        if source.startswith(HUB_PREFIX):
+            raise DataError(
+                f"{field} names {source!r}, which only slipstream prepare reads, and not together with files: run "
+                "it on the dataset alone, and name the shards that it writes."
+            )
         path = expand_home(source)
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+            found = sorted(file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)) and file.is_file())
             if not found:
                 _refuse_parquet(sorted(path.rglob(f"*{PARQUET_SUFFIX}")), field)
                 raise DataError(f"{field} names the folder {source!r}, which holds no {known} file: add one.")
@@ -159,7 +188,7 @@ def expand(sources: Sequence[str], field: str, suffixes: Sequence[str] = (*TEXT_
             if not found:
                 raise DataError(f"{field} names {source!r}, which does not exist: give a file, a folder or a glob.")
         for file in found:
-            if file.suffix not in suffixes:
+            if not file.name.endswith(tuple(suffixes)):
                 _refuse_parquet([file], field)
                 raise DataError(f"{field} names {str(file)!r}, whose suffix is not known: give a {known} file.")
         files += found
@@ -178,9 +207,9 @@ def _refuse_parquet(files: list[Path], field: str) -> None:
 
 
 def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
-    """Yields the text of one .txt or .jsonl file, document by document. A long document is yielded in several
-    pieces."""
-    return _read_jsonl(path, text_field) if path.suffix == ".jsonl" else _read_text(path)
+    """Yields the text of one file, of which TEXT_SUFFIXES lists the kinds, document by document. A long document of a
+    .txt file is yielded in several pieces."""
+    return _read_text(path) if path.suffix == ".txt" else _read_jsonl(path, text_field)
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
@@ -241,10 +270,8 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[Piece]:
-    position = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            position += len(line)
+        for number, line in enumerate(_lines(path, file), start=1):
             if not line.strip():
                 continue
             where = f"{str(path)!r} line {number}"
@@ -260,4 +287,25 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Piece]:
             except UnicodeEncodeError:
                 raise DataError(f"{where} holds half a surrogate pair: escape its text as UTF-8.") from None
             if text:
-                yield Piece(text, True, position)
+                yield Piece(text, True, file.tell())
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file, decompressed if its suffix says that it is compressed."""
+    if path.suffix == ".jsonl":
+        yield from file
+        return
+    try:
+        yield from _decompressed(path, file)
+    except (OSError, EOFError, zlib.error) as error:  # of pyarrow and gzip
+        raise DataError(f"{str(path)!r} cannot be decompressed ({error}): compress it again.") from None
+
+
+def _decompressed(path: Path, file: BinaryIO) -> Iterable[bytes]:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(f"{str(path)!r} needs the pyarrow library: pip install 'slipstream[parquet]'.") from None
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))

@@ -14,6 +14,7 @@ import netrc
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,9 @@ class TensorBoard:
             )
         for name, value in logged(row).items():
             self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
+        for number, sample in enumerate(row.get("samples", ())):
+            text = f"**{escape(sample['prompt'])}**{escape(sample['text'])}"
+            self._writer.add_text(f"samples/{number}", text, row["step"], walltime=row["time"])
 
     def close(self) -> None:
         if self._writer is not None:
@@ -95,6 +99,7 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
+        self._table = wandb.Table
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -108,7 +113,10 @@ class WeightsAndBiases:
         )
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log(logged(row), step=row["step"])
+        values: dict[str, Any] = dict(logged(row))
+        if samples := row.get("samples"):
+            values["samples"] = self._table(["prompt", "text"], [[each["prompt"], each["text"]] for each in samples])
+        self._run.log(values, step=row["step"])
 
     def close(self) -> None:
         self._run.finish()

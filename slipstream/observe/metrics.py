@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -144,12 +144,16 @@ class Metrics:
         if len(self._recent) > 1 and (done & (done - 1) == 0 or done == self._num_steps):
             self.utilisation = explain_utilisation(self._schedule, list(self._recent))
 
-    def evaluation(self, report: EvaluationReport) -> None:
+    def evaluation(self, report: EvaluationReport, samples: Sequence[Mapping[str, str]] = ()) -> None:
+        """samples: prompts and the texts that continue them."""
         if report.loss is not None:
             converted = {} if self._bits_per_byte is None else {"val_bits_per_byte": self._bits_per_byte(report.loss)}
-            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted)
+            drawn = {"samples": list(samples)} if samples else {}
+            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted, **drawn)
             said = loss_said(report.loss, converted.get("val_bits_per_byte"))
             self._screen.print(f"validation loss {said} after step {report.step + 1}")
+            for sample in samples:
+                self._screen.print(f"  {sample['prompt']!r} -> {sample['text']!r}")
 
     def _write(self, **values: Any) -> None:
         row = finite(values)

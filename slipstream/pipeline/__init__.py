@@ -4,5 +4,15 @@ from .executor import Evaluation, EvaluationReport, StepReport
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
 from .reduction import Requests
+from .sampling import Samples
 
-__all__ = ["Evaluation", "EvaluationReport", "PartitionError", "Pipeline", "Requests", "StepReport", "partition"]
+__all__ = [
+    "Evaluation",
+    "EvaluationReport",
+    "PartitionError",
+    "Pipeline",
+    "Requests",
+    "Samples",
+    "StepReport",
+    "partition",
+]

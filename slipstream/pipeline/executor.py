@@ -27,6 +27,7 @@ from .clock import Activity, Clock, TimeSplit
 from .partition import Tied
 from .peak_memory import peak_memory
 from .reduction import Finished, Requests, Sums
+from .sampling import Sampler, Samples
 from .update import Updater
 from .update_step import Place, UpdateMaker, UpdateStep
 from .weight_versions import WeightVersions
@@ -86,6 +87,8 @@ class EvaluationReport:
     """Index of the step after which it was evaluated, from 0."""
     loss: float | None
     """Loss of the evaluation set. None on all stages but the last."""
+    samples: tuple[tuple[int, ...], ...] = ()
+    """Token ids that continue each prompt of `Evaluation.samples`. Empty on all stages but the last."""
 
 
 @dataclass
@@ -111,6 +114,14 @@ class Evaluation:
     """Number of steps between two evaluations. 0 means only after the last step."""
     scale: float | None = None
     """Factor of every batch's loss in the sum. None means 1 / num_batches, which gives their mean."""
+    samples: Samples | None = None
+    """Prompts to continue after the batches, with the same weights. The model must be causal and return logits. Not for
+    pipedream and paci, whose stages evaluate different weights."""
+
+    @property
+    def num_actions(self) -> int:
+        """Returns the number of actions of an evaluation on each stage: the batches, and the tokens of the samples."""
+        return self.num_batches + (0 if self.samples is None else self.samples.num_tokens)
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * (1 / max(1, self.num_batches) if self.scale is None else self.scale)
@@ -187,6 +198,7 @@ class Executor:
         self._batch_loss: Tensor | None = None
         self._evaluation_loss: Tensor | None = None
         self._evaluated: nn.Module | None = None
+        self._sampler: Sampler | None = None
         self._last_evaluated = schedule.first_step - 2
         assert schedule.num_steps is not None, "a run has an end"
         self.end = schedule.num_steps if until is None else until
@@ -282,9 +294,9 @@ class Executor:
 
     def _expect(self, action: Action) -> None:
         if action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
-            self._transport.forward_in.expect(_kind(action))
+            self._transport.forward_in.expect(self._kind(action))
         elif action.op is Op.BACKWARD and not self._is_last:
-            self._transport.backward_in.expect(_kind(action))
+            self._transport.backward_in.expect(self._kind(action))
 
     def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts to copy tensors to the host, in parallel with the actions that follow. Returns a function that waits
@@ -322,7 +334,7 @@ class Executor:
         if not self._is_last:
             detached = tuple(tensor.detach() for tensor in message)
             self._transport.forward_out.send(
-                _kind(action), detached, lambda: f"the activations of {action} to be taken"
+                self._kind(action), detached, lambda: f"the activations of {action} to be taken"
             )
         self._in_flight.append(InFlight(action.microbatch, action.version, inputs, message))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
@@ -346,7 +358,9 @@ class Executor:
         self.clock.enter(Activity.OTHER)
         if not self._is_first:
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
-            self._transport.backward_out.send(_kind(action), message, lambda: f"the gradient of {action} to be taken")
+            self._transport.backward_out.send(
+                self._kind(action), message, lambda: f"the gradient of {action} to be taken"
+            )
         if (action.microbatch + 1) % self._schedule.num_microbatches == 0:
             self._begin_update(action.microbatch // self._schedule.num_microbatches, version)
 
@@ -416,30 +430,48 @@ class Executor:
     def _evaluate(self, action: Action) -> EvaluationReport | None:
         evaluation = self._task.evaluation
         assert evaluation is not None, f"{action} finds no evaluation set"
-        inputs, targets = self._read(action, lambda: evaluation.data(action.microbatch))
+        index = action.microbatch - evaluation.num_batches  # of the token to draw, if it is not negative
+        if index == 0 and evaluation.samples is not None and (self._is_first or self._is_last):
+            self._sampler = Sampler(evaluation.samples, self._transport, self._device)
+        if index < 0:
+            inputs, targets = self._read(action, lambda: evaluation.data(action.microbatch))
+        else:
+            inputs, targets = self._read(action, lambda: (self._sequences(action, index), None))
         self._enter(Activity.EVALUATION, action)
         if action.microbatch == 0:
             self._evaluated = self._module_to_evaluate(action)
         assert self._evaluated is not None
         with torch.no_grad(), _evaluating(self._evaluated):
             outputs = self._evaluated(_unpack(inputs))
-            if self._is_last:
+            if self._is_last and self._sampler is not None:
+                self._sampler.draw(outputs, lambda: f"the logits of {action}")
+            elif self._is_last:
                 loss = evaluation.scaled(self._task.loss(outputs, targets))
                 self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
         self.clock.enter(Activity.OTHER)
         if not self._is_last:
             self._transport.forward_out.send(
-                _kind(action), _pack(outputs), lambda: f"the activations of {action} to be taken"
+                self._kind(action), _pack(outputs), lambda: f"the activations of {action} to be taken"
             )
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None
         self._last_evaluated = action.version - 1
         self._evaluated = None
         total, self._evaluation_loss = self._evaluation_loss, None
+        sampler, self._sampler = self._sampler, None
         if total is not None:
             waiting = lambda: f"the loss of {action}"  # noqa: E731
             total = fetch(total, self._transport.stage, self._transport.timeout_seconds, waiting)
-        return EvaluationReport(action.version - 1, None if total is None else total.item())
+        samples = sampler.continuations() if sampler is not None and self._is_last else ()
+        return EvaluationReport(action.version - 1, None if total is None else total.item(), samples)
+
+    def _sequences(self, action: Action, index: int) -> Tensor | None:
+        """Returns the inputs of an action that draws a token. The first stage waits for the token before."""
+        if not self._is_first:
+            return None
+        assert self._sampler is not None, f"{action} finds no prompts"
+        self._enter(Activity.WAIT_ACTIVATIONS, action)
+        return self._sampler.inputs(index, lambda: f"the token before {action}")
 
     def _module_to_evaluate(self, action: Action) -> nn.Module:
         """Returns a module that computes with the masters. They do not change until the evaluation is over."""
@@ -450,6 +482,12 @@ class Executor:
         waiting = lambda: f"the other replicas' masters for {action}"  # noqa: E731
         masters = gather_masters(self._transport, self._owners, self._versions, dtypes, waiting, aside=True)
         return self._versions.with_weights(masters)
+
+    def _kind(self, action: Action) -> str:
+        if action.op is not Op.EVALUATE:
+            return "training"
+        evaluation = self._task.evaluation
+        return "evaluation" if evaluation is None or action.microbatch < evaluation.num_batches else "sample"
 
     # ---- clock, inputs and outputs
 
@@ -494,10 +532,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for child in training:
             child.training = True
-
-
-def _kind(action: Action) -> str:
-    return "evaluation" if action.op is Op.EVALUATE else "training"
 
 
 def _differentiable(message: Message) -> list[Tensor]:

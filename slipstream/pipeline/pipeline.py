@@ -129,7 +129,7 @@ class Pipeline:
                 sync_start_steps=sync_start_steps,
                 first_step=0 if start is None else start.step,
                 evaluate_after=EvaluationSteps(num_steps, evaluation.every_steps) if evaluation else (),
-                num_evaluations=evaluation.num_batches if evaluation else 0,
+                num_evaluations=evaluation.num_actions if evaluation else 0,
             ),
             groups,
             bool(tied),
@@ -137,7 +137,7 @@ class Pipeline:
             bool(recompute),
             bool(compile),
         )
-        transport.max_under_way = self.schedule.max_in_flight + self.schedule.num_evaluations
+        transport.max_under_way = self.schedule.max_in_flight + (evaluation.num_batches if evaluation else 0)
         for stages in sorted({weight.stages for weight in tied.values()}):
             transport.open_group(stages)
         module = _stage_module(model, cut(model, sizes, stage), recompute, compile)

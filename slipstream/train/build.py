@@ -16,12 +16,12 @@ from ..config.models import model_of, recomputed_layers
 from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of, validate
 from ..config.schema import Config, DataConfig
-from ..data import Batches, Corpus, ValidationBatches, corpus_of, validation_batches
+from ..data import Batches, Codec, Corpus, ValidationBatches, corpus_of, validation_batches
 from ..errors import ConfigError, UsageError
 from ..model.spec import ModelSpec
 from ..observe.sinks import sink_classes
 from ..optim import Group
-from ..pipeline import PartitionError, partition
+from ..pipeline import PartitionError, Samples, partition
 from ..pipeline.partition import check_sizes
 from ..pipeline.pipeline import plan_schedule
 from ..schedule import TRAITS
@@ -47,6 +47,8 @@ class Components:
     """Name of the tokenizer that made the tokens, as in `Corpus`. `tokenizer_json` is the content of its file, if
     known."""
     tokenizer_json: bytes | None = None
+    samples: Samples | None = None
+    """Prompts of `evaluation.prompts`, as tokens."""
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Returns the learning rate of every group at a step, including groups that have no parameters on this
@@ -87,6 +89,7 @@ def build_components(config: Config) -> Components:
         check_num_processes(config, model)
         plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
         rate = learning_rate(config)
+        samples = _samples(config, model, corpus)
     except ConfigError:
         raise
     except ValueError as error:
@@ -97,7 +100,16 @@ def build_components(config: Config) -> Components:
             f"({error.strerror}): give another"
         ) from error
     return Components(
-        model, batches, validation, groups, rate, peak_rates(config), sizes, corpus.tokenizer, corpus.tokenizer_json
+        model,
+        batches,
+        validation,
+        groups,
+        rate,
+        peak_rates(config),
+        sizes,
+        corpus.tokenizer,
+        corpus.tokenizer_json,
+        samples,
     )
 
 
@@ -205,6 +217,31 @@ def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches,
         "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
     )
     return batches, validation_batches(corpus.validation, length, size, config.evaluation.batches, corpus.sources)
+
+
+def _samples(config: Config, model: ModelSpec, corpus: Corpus) -> Samples | None:
+    prompts, num_tokens = config.evaluation.prompts, config.evaluation.sample_tokens
+    if not prompts:
+        return None
+    name = config.pipeline.schedule
+    if not config.evaluation.batches:
+        raise ConfigError("evaluation.prompts are continued at evaluations, and evaluation.batches = 0: use 1 or more")
+    if TRAITS[name].steps_alone:
+        raise ConfigError(
+            f"evaluation.prompts need stages that hold the same number of updates, and those of {name} do not: leave "
+            "them out, or set pipeline.schedule = 'two_bw'"
+        )
+    codec = Codec(corpus.tokenizer, corpus.tokenizer_json, "evaluation.prompts")
+    encoded = tuple(tuple(codec.encode(prompt)) for prompt in prompts)
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if not ids or max(ids) >= model.vocab_size:
+            raise ConfigError(f"evaluation.prompts has {prompt!r}, which is no token of the model: write some text")
+        if len(ids) + num_tokens > model.sequence_length + 1:
+            raise ConfigError(
+                f"evaluation.prompts has {prompt[:40]!r}, whose {len(ids)} tokens and the {num_tokens} of "
+                f"evaluation.sample_tokens do not fit model.sequence_length = {model.sequence_length}: shorten one"
+            )
+    return Samples(encoded, num_tokens, config.train.seed)
 
 
 def _check_window(num_tokens: int, part: str, length: int, remedy: str) -> None:

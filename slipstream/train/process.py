@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
 from ..config.rules import profiled_steps, schedule_of
 from ..config.schema import Config
-from ..data import Batches, Source, ValidationBatches, text_size
+from ..data import Batches, Codec, Source, text_size
 from ..errors import PipelineError
 from ..observe.console import Screen
 from ..observe.devices import flops_of
@@ -170,7 +170,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             else:
                 val_loss = report.loss
                 if metrics:
-                    metrics.evaluation(report)
+                    metrics.evaluation(report, _texts(config, components, report.samples))
     except Exception as error:
         with suppress(OSError):
             leave_actions(folder, transport, pipeline, error)
@@ -214,6 +214,17 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     if pipeline.was_stopped:
         _say_where_it_stopped(transport, run.store, pipeline.num_updates, device, screen.print if metrics else None)
     return None
+
+
+def _texts(config: Config, components: Components, samples: Sequence[Sequence[int]]) -> list[dict[str, str]]:
+    """Returns the samples of an evaluation as text."""
+    if not samples:
+        return []
+    codec = Codec(components.tokenizer, components.tokenizer_json, "evaluation.prompts")
+    return [
+        {"prompt": prompt, "text": codec.decode(ids)}
+        for prompt, ids in zip(config.evaluation.prompts, samples, strict=True)
+    ]
 
 
 def _say_where_it_stopped(
@@ -271,7 +282,7 @@ def make_pipeline(
         sync_start_steps=config.pipeline.sync_start_steps if sync_start_steps is None else sync_start_steps,
         learning_rate=components.learning_rate,
         loss_scale=lambda step: 1 / components.batches.num_tokens(step),
-        evaluation=_evaluation(config, components.validation),
+        evaluation=_evaluation(config, components),
         skip_non_finite=config.train.non_finite == "skip",
         track_alignment=config.train.track_alignment,
         layers_per_stage=components.layers_per_stage,
@@ -296,8 +307,10 @@ def _sources(config: Config, batches: Batches, num_steps: int) -> list[dict[str,
     ]
 
 
-def _evaluation(config: Config, validation: ValidationBatches | None) -> Evaluation | None:
+def _evaluation(config: Config, components: Components) -> Evaluation | None:
+    validation = components.validation
     if validation is None:
         return None
     num_tokens = sum(map(validation.num_tokens, range(len(validation))))
-    return Evaluation(validation, len(validation), config.evaluation.every_steps, 1 / num_tokens)
+    every_steps = config.evaluation.every_steps
+    return Evaluation(validation, len(validation), every_steps, 1 / num_tokens, components.samples)

@@ -93,6 +93,15 @@ class Transport(ABC):
         that are in progress."""
 
     @abstractmethod
+    def tell_first(self, numbers: Sequence[int]) -> None:
+        """Sends a few numbers from the last stage to the first one of this replica. Returns at once. They are
+        independent of the order of gathers and of messages on the links."""
+
+    @abstractmethod
+    def hear_last(self, waiting: Waiting) -> list[int]:
+        """Waits, on the first stage, for the next numbers that the last stage tells, and returns them."""
+
+    @abstractmethod
     def fail(self, message: str) -> str:
         """Records a failure for all stages to see. Only the first failure is recorded. Returns the first failure."""
 

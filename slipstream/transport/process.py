@@ -7,6 +7,7 @@ to be in order within a link.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from .base import Exchange, Gathering, Transport
 from .buckets import Bucket, make_buckets, on_host
-from .failures import leave_failure
+from .failures import leave_failure, read_failure
 from .host_staging import StagedLink
-from .link import Link, Message, Spec, Waiting, peer_lost
+from .link import Link, Message, PeerLost, Spec, Waiting, peer_lost
 from .mesh import Mesh
 from .nccl import LINK_BLOCKS, Circle, NcclLink, prepare_environment
 from .nccl import new_group as new_nccl_group
@@ -33,6 +34,7 @@ from .watchdog import Watchdog
 from .wire import Wire, open_wire
 
 _HEADER_LENGTH = 256
+_POLL_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ class ProcessTransport(Transport):
         self.num_replicas, self.num_stages = mesh.num_replicas, mesh.num_stages
         self.device, self.timeout_seconds = device, timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._num_joined = 0
+        self._num_joined = self._num_told = 0
         self._links: list[ProcessLink | SharedMemoryLink | StagedLink | NcclLink] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._circles: dict[tuple[int, ...], Circle] = {}
@@ -465,6 +467,28 @@ class ProcessTransport(Transport):
         return ReplicaExchange(
             self, make_buckets(tensors, owners, self._is_staged), start, receives=True, circle=circle
         )
+
+    def tell_first(self, numbers: Sequence[int]) -> None:
+        self._num_told += 1
+        self._store_of(self.replica).set(f"told {self._num_told}", json.dumps(list(numbers)))
+
+    def hear_last(self, waiting: Waiting) -> list[int]:
+        self._num_told += 1
+        store, key = self._store_of(self.replica), f"told {self._num_told}"
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            # Not store.wait: other threads could not use the store meanwhile, for example to record a failure.
+            while not store.check([key]):
+                if (failure := read_failure(self._failures)) is not None:
+                    raise PeerLost(f"{failure}: stage {self.stage} was waiting for {waiting()}")
+                if time.monotonic() > deadline:
+                    raise peer_lost(self.stage, self.num_stages - 1, self.timeout_seconds, waiting)
+                time.sleep(_POLL_SECONDS)
+            told: list[int] = json.loads(store.get(key))
+            store.delete_key(key)
+        except dist.DistError as error:
+            raise peer_lost(self.stage, None, None, waiting) from error
+        return told
 
     def fail(self, message: str) -> str:
         if self.num_replicas > 1:

@@ -56,6 +56,8 @@ class ThreadMesh:
         self.queues: defaultdict[tuple[str, int, int], deque[Handed]] = defaultdict(deque)
         """Queues of messages by direction, replica and edge."""
         self.gathers: dict[Meeting, dict[int, Handed]] = {}
+        self.told: defaultdict[int, deque[list[int]]] = defaultdict(deque)
+        """Numbers that the last stage told the first one, by replica."""
 
     def transport(self, stage: int, replica: int = 0) -> ThreadTransport:
         with self.changed:
@@ -199,6 +201,17 @@ class ThreadTransport(Transport):
             parts[member] = handed
             self._world.changed.notify_all()
         return meeting
+
+    def tell_first(self, numbers: Sequence[int]) -> None:
+        with self._world.changed:
+            self._world.told[self.replica].append(list(numbers))
+            self._world.changed.notify_all()
+
+    def hear_last(self, waiting: Waiting) -> list[int]:
+        with self._world.changed:
+            told = self._world.told[self.replica]
+            self._world.wait_for(lambda: len(told) > 0, self.stage, waiting)
+            return told.popleft()
 
     def fail(self, message: str) -> str:
         with self._world.changed:

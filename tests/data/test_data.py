@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -451,7 +452,11 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         ("a.txt", b"", r"data\.sources is .*, which holds no text to train on: give some"),
         ("a.txt", b"fine\n" * 40000 + b"\xff", r"a\.txt' is not UTF-8 at byte 200000: convert it"),
         ("a.txt", b"cut \xc3", r"a\.txt' is not UTF-8 at byte 4: convert it"),
-        ("a.md", b"text", r"a\.md', whose suffix is not known: give a \.txt, \.jsonl or \.bin file"),
+        (
+            "a.md",
+            b"text",
+            r"a\.md', whose suffix is not known: give a \.txt, \.jsonl, \.jsonl\.gz, \.jsonl\.zst or \.bin file",
+        ),
         (
             "a.jsonl",
             b'{"text": "a"}\n\n{"text": \n',
@@ -486,7 +491,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     refused(DataConfig(sources=("no/*.txt",)), r"data\.sources names 'no/\*\.txt', which does not exist")
     refused(
         DataConfig(sources=(str(tmp_path / "folder"),)),
-        r"folder', which holds no \.txt, \.jsonl or \.bin file",
+        r"folder', which holds no \.txt, \.jsonl, \.jsonl\.gz, \.jsonl\.zst or \.bin file",
     )
     refused(DataConfig(sources=()), r"data\.sources is empty: give at least one")
     refused(DataConfig((a,), validation_fraction=1.0), r"data\.validation_fraction is 1\.0: set it to at least 0")
@@ -660,6 +665,39 @@ def test_prepare_refuses_what_it_cannot_turn_into_shards(tmp_path: Path) -> None
             prepare(sources, "bytes", tmp_path / "out" / "mix", **arguments)
     with pytest.raises(DataError, match="tokenizer is 'gpt2', which does not exist"):
         prepare(empty, "gpt2", tmp_path / "out" / "mix")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_are_read_as_plain_ones(tmp_path: Path, suffix: str) -> None:
+    _, source = text_files(tmp_path)
+    plain = Path(source).read_bytes() * 500
+    packed = tmp_path / "packed" / f"b.jsonl{suffix}"
+    packed.parent.mkdir()
+    if suffix == ".gz":
+        content = gzip.compress(plain)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        content = pyarrow.compress(plain, "zstd", asbytes=True)
+    packed.write_bytes(content)
+    (tmp_path / "c.jsonl").write_bytes(plain)
+    expected = everything(load_corpus(DataConfig((str(tmp_path / "c.jsonl"),))).train)
+    assert np.array_equal(everything(load_corpus(DataConfig((str(packed.parent),))).train), expected)
+    calls: list[tuple[int, int | None]] = []
+    prepare([str(packed)], "bytes", tmp_path / "out" / "b", 10**9, progress=lambda *call: calls.append(call))
+    assert np.array_equal(everything(load_corpus(DataConfig((str(tmp_path / "out"),))).train), expected)
+    assert calls[-1] == (len(content), len(content))
+    for damaged in (content[:-20], content[: len(content) // 2], b"", b"no such thing at all"):
+        packed.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"cannot be decompressed|holds no text") as caught:
+            load_corpus(DataConfig((str(packed),)))
+        assert "\n" not in str(caught.value)
+
+
+def test_zst_without_pyarrow_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"needs the pyarrow library: pip install 'slipstream\[parquet\]'"):
+        load_corpus(DataConfig((str(tmp_path / "a.jsonl.zst"),)))
 
 
 @pytest.mark.timeout(60)

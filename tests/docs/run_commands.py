@@ -38,6 +38,7 @@ NOT_RUN = {
     r"^[^\n]*( [A-Z]{4,}\b|\[|\.\.\.)[^\n]*$": "stands for what the reader writes",
     r"train 135m\.toml": "a model for GPUs",
     r"slipstream eval": "needs lm-eval and its tasks",
+    r"prepare hf:": "needs the network; tests/data/test_hugging_face.py streams folders",
     r"--(data\.loader|model\.name|run\.sinks) my|mydata|mymodels|mysinks": "tests/docs/test_adding.py follows the page",
 }
 BEFORE = {
