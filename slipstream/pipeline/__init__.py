@@ -1,8 +1,18 @@
 """The engine: executes one stage's part of a schedule, with its weight versions and updates."""
 
+from .checkpoints import Checkpoints
 from .executor import Evaluation, EvaluationReport, StepReport
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
 from .reduction import Requests
 
-__all__ = ["Evaluation", "EvaluationReport", "PartitionError", "Pipeline", "Requests", "StepReport", "partition"]
+__all__ = [
+    "Checkpoints",
+    "Evaluation",
+    "EvaluationReport",
+    "PartitionError",
+    "Pipeline",
+    "Requests",
+    "StepReport",
+    "partition",
+]

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint import Checkpoint, CheckpointError, Store
+from ..checkpoint import Checkpoint, CheckpointError
+from ..checkpoint.reading import MASTER, open_checkpoint
 from ..config.files import read_plain_file
 from ..config.models import model_of
 from ..config.schema import Config, ModelSection
@@ -19,9 +20,6 @@ from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
 from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT
 from ..errors import UsageError
 from ..model.spec import ModelSpec
-
-MASTER = "master/"
-"""Beginning of the names of the masters in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,10 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
         config = load_toml(path / "config.toml")
         # It has all fields of the model, and the checkpoint has the weights: where the run started from may be gone.
         config = replace(config, model=replace(config.model, initial=""))
-        checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
+        try:
+            checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from error
     elif (path / "config.json").is_file():
         if step is not None:
             raise UsageError(f"{path} is a folder of Hugging Face and has no steps: leave out @{step}")
@@ -71,17 +72,6 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
     is_bytes = text is not None and json.loads(text)["model"].get("vocab") == byte_vocabulary()
     optimizer = config.optimizer.name if checkpoint else None
     return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes)
-
-
-def open_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
-    store = Store(run / "checkpoints")
-    try:
-        found = store.newest(say) if step is None else store.open(step)
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
-    if found is None:
-        raise UsageError(f"{str(run)!r} has no complete checkpoint: train it with checkpoint.at_end, or longer")
-    return found
 
 
 def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | None, str | None, int | None]:
