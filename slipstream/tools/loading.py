@@ -19,6 +19,7 @@ from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
 from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT
 from ..errors import UsageError
+from ..model.hugging_face import fields_of
 from ..model.spec import ModelSpec
 
 
@@ -59,7 +60,7 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
     elif (path / "config.json").is_file():
         if step is not None:
             raise UsageError(f"{path} is a folder of Hugging Face and has no steps: leave out @{step}")
-        config, checkpoint = Config(model=ModelSection(initial=str(path))), None
+        config, checkpoint = Config(model=_section_of(path)), None
     else:
         raise UsageError(
             f"{str(path)!r} has neither a config.toml nor a config.json: give the folder of a run or model"
@@ -72,6 +73,20 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
     is_bytes = text is not None and json.loads(text)["model"].get("vocab") == byte_vocabulary()
     optimizer = config.optimizer.name if checkpoint else None
     return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes)
+
+
+def _section_of(folder: Path) -> ModelSection:
+    """Returns the model of a folder of Hugging Face: the decoder where it computes the same, and otherwise the model of
+    transformers."""
+    try:
+        fields_of(json.loads(read_plain_file(folder / "config.json")))
+    except ValueError:
+        if not any(folder.glob("*.safetensors")):
+            raise UsageError(f"{str(folder)!r} has no weights in *.safetensors: give a folder with weights") from None
+        return ModelSection(hf=str(folder))
+    except (KeyError, OSError):
+        pass  # whoever reads the folder says so
+    return ModelSection(initial=str(folder))
 
 
 def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | None, str | None, int | None]:
