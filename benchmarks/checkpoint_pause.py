@@ -153,7 +153,7 @@ def run_stage(transport: Transport, config: Config, plan: Plan) -> StageRun:
     began = time.perf_counter()
     store = TimedStore(Path(config.run.folder), lambda: time.perf_counter() - began)
     pipeline = make_pipeline(transport, config, components, lambda: Requests(busy=saver.is_busy))
-    saver = Saver(config, components.model, transport, pipeline, store, said.append)
+    saver = Saver(config, components.model, pipeline, store, said.append)
     speaks = transport.stage == transport.num_stages - 1
     ends: list[float] = []
     copies: list[Copied] = []

@@ -102,7 +102,7 @@ def api() -> str:
         "# Python API",
         NOTE,
         "These are the public names: `from slipstream import Pipeline, launch`. "
-        "[Your own model](../start/model.md) shows them in use.",
+        "[Your own model](../start/model.md) and [a training loop of your own](../guides/library.md) show them in use.",
         table(
             ["name", "what it is"],
             [[f"[`{name}`](#{name.lower()})", first_sentence(doc_of(getattr(slipstream, name)))] for name in names],
@@ -120,6 +120,7 @@ def api() -> str:
 
 FIRST = (
     *("launch", "Pipeline", "StepReport", "Evaluation", "EvaluationReport"),
+    *("Checkpoints", "load_weights", "Metrics"),
     *("Group", "muon_and_adamw", "Muon", "AdamW"),
 )
 """The order of the page; the rest follows by name."""

@@ -4,8 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint import load_weights
+    from .observe.metrics import Metrics
     from .optim import AdamW, Group, Muon, muon_and_adamw
-    from .pipeline import Evaluation, EvaluationReport, Pipeline, StepReport
+    from .pipeline import Checkpoints, Evaluation, EvaluationReport, Pipeline, StepReport
     from .precision import Precision
     from .reference import reference_run
     from .schedule import Schedule
@@ -13,22 +15,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdamW",
+    "Checkpoints",
     "Evaluation",
     "EvaluationReport",
     "Group",
+    "Metrics",
     "Muon",
     "Pipeline",
     "Precision",
     "Schedule",
     "StepReport",
     "launch",
+    "load_weights",
     "muon_and_adamw",
     "reference_run",
 ]
 
 _HOMES = {
+    "checkpoint": ("load_weights",),
+    "observe.metrics": ("Metrics",),
     "optim": ("AdamW", "Group", "Muon", "muon_and_adamw"),
-    "pipeline": ("Evaluation", "EvaluationReport", "Pipeline", "StepReport"),
+    "pipeline": ("Checkpoints", "Evaluation", "EvaluationReport", "Pipeline", "StepReport"),
     "precision": ("Precision",),
     "reference": ("reference_run",),
     "schedule": ("Schedule",),

@@ -232,6 +232,23 @@ def cut(model: Any, document_separator: int | None = None) -> nn.Sequential:
     return nn.Sequential(OrderedDict(zip(names, [base.embed_tokens, *blocks, head], strict=True)))
 
 
+def join(layers: nn.Sequential) -> nn.Module:
+    """Returns the model whose cut these layers are. It shares their parameters. Use it for what transformers does
+    with a whole model, such as a cache of keys and values."""
+    parts: list[Any] = list(layers)
+    embedding, *blocks, head = parts
+    first = blocks[0]
+    model: Any = _build(first.config, torch.device("meta"))
+    base = model.base_model
+    base.embed_tokens, base.norm = embedding, head.norm
+    base.layers = nn.ModuleList(block.layer for block in blocks)
+    if first.rotary is not None:
+        base.rotary_emb = first.rotary
+    model.set_output_embeddings(head.output)
+    whole: nn.Module = model.eval()
+    return whole
+
+
 class Block(nn.Module):
     """A decoder layer, with the rotary positions that the model computes once for all layers."""
 
@@ -239,7 +256,7 @@ class Block(nn.Module):
         super().__init__()
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types has {kind!r}, and only full_attention and sliding_attention can be cut")
-        self.layer, self.rotary, self.kind = layer, rotary, kind
+        self.layer, self.rotary, self.kind, self.config = layer, rotary, kind, config
         self.window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
         self._by_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,15 @@ class Task:
     model: nn.Sequential
     data: Callable[[int, int], tuple[Any, Any]]
     loss: Callable[[Any, Any], Tensor]
+
+
+def load_example(name: str) -> Any:
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def network(width: int = 12, num_layers: int = 8) -> Task:

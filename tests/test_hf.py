@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream import Group, Muon
 from slipstream.config.schema import Config, ModelSection
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UsageError
 from slipstream.model.decoder import next_token_loss
 from slipstream.optim.groups import is_matrix
 from slipstream.tools.export import export
@@ -183,6 +183,36 @@ def test_the_command_trains_resumes_and_exports_it(tiny: Config, tmp_path):
         torch.testing.assert_close(ours(inputs), theirs.eval()(inputs).logits, atol=1e-6, rtol=0)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids == [97, 98]
     assert len(list(generate(ours, [1, 2], Sampling(5), length=16))) == 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_gives_the_same_tokens(family, tmp_path):
+    """Also those of sliding windows, which are shorter than the text."""
+    spec = read_model(save_config(tmp_path, family))
+    layers = spec.layers().double().requires_grad_(False)
+    spec.initialise(layers, seed=0)
+    for parameter in layers.parameters():
+        parameter.mul_(8)  # far from uniform, so that a wrong position shows
+    sampling = Sampling(20, seed=3)
+    prompt = [1, 7, 2, 9, 4, 4, 8]
+    plain = list(generate(layers, prompt, sampling, length=32, use_cache=False))
+    assert list(generate(layers, prompt, sampling, length=32)) == plain
+    assert len(set(plain)) > 2 and len(plain) == 20
+
+
+def test_a_folder_of_another_architecture_generates_what_transformers_does(tmp_path):
+    spec = read_model(save_config(tmp_path / "config", "Mixtral"))
+    layers = spec.layers()
+    spec.initialise(layers, seed=3)
+    with pytest.raises(UsageError, match="has no weights"):
+        find_source(tmp_path / "config", None, print)
+    spec.save(dict(layers.named_parameters()).__getitem__, tmp_path / "saved")
+    source = find_source(tmp_path / "saved", None, print)
+    ours = load(source, torch.device("cpu"), torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    given = torch.tensor([[1, 7, 2]])
+    said = theirs.generate(given, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(given))
+    assert list(generate(ours, [1, 7, 2], Sampling(12, temperature=0), length=32)) == said[0, 3:].tolist()
 
 
 REFUSED = {

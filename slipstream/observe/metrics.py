@@ -10,15 +10,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..pipeline import EvaluationReport, StepReport
+from ..pipeline import EvaluationReport, Pipeline, StepReport
 from ..pipeline.clock import TimeSplit
-from ..schedule import Schedule
-from .sinks import Guarded, JsonLines
+from ..transport.base import Transport
+from .console import Screen
+from .sinks import Guarded, JsonLines, sink_classes
 from .utilisation import UtilisationReport, explain_utilisation
 
 NUM_RECENT_STEPS = 16
@@ -26,41 +28,66 @@ NUM_RECENT_STEPS = 16
 
 
 class Metrics:
-    """Writes the metrics of a run: one JSON object per update, and one per evaluation. One stage writes them for all
-    stages."""
+    """Writes the metrics of a run: one row of metrics.jsonl per update and one per evaluation, and a progress line.
+    Every stage constructs it with the same arguments. The last stage writes for all of them.
+
+        with Metrics(pipeline, "runs/mine", tokens_per_step=1024, sinks=["tensorboard"]) as metrics:
+            for report in pipeline.run():
+                metrics.log(report)
+
+    pipeline                 the pipeline of this stage; if it resumes, metrics.jsonl continues after the same step
+    folder                   the folder of the run
+    tokens_per_step          number of tokens, or of other samples, in a step of all replicas
+    log_every_steps          number of steps between two lines, where the output is no terminal
+    sinks                    where rows go in addition: "tensorboard", "wandb", "trackio", or the import path of a class
+    config                   settings of the run, for W&B and trackio
+    peak_tokens_per_second   the speed if all devices did nothing but the model's matrix products, at the speed of their
+                             data sheets; None means unknown, and then no MFU is shown
+    bits_per_byte            function that converts the loss of an evaluation; None means that it is not converted
+    screen                   the console to print to; None means the standard output
+    """
 
     def __init__(
         self,
-        folder: Path,
-        schedule: Schedule,
+        pipeline: Pipeline,
+        folder: Path | str,
+        *,
         tokens_per_step: int,
-        log_every_steps: int,
-        screen: Console,
+        log_every_steps: int = 10,
+        sinks: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
         peak_tokens_per_second: float | None = None,
-        make_sinks: Sequence[Callable[[], Guarded]] = (),
         bits_per_byte: Callable[[float], float] | None = None,
+        screen: Console | None = None,
     ) -> None:
-        """peak_tokens_per_second: the speed if all devices did nothing but the model's matrix products, at the speed of
-        their data sheets. None means unknown. make_sinks: functions that make the sinks which receive the rows in
-        addition to metrics.jsonl. bits_per_byte: function that converts the validation loss. None means that the bytes
-        of the validation text are unknown."""
+        folder, schedule, screen = Path(folder), pipeline.schedule, screen or Screen()
+        self.earlier: list[dict[str, Any]] = []
+        """Rows of the steps before the one at which this part of the run starts."""
+        self.utilisation: UtilisationReport | None = None
+        """Utilisation, computed from the latest steps for which it could be computed."""
+        self._started = self._last = time.perf_counter()
+        self._sinks: list[JsonLines | Guarded] = []
+        self._is_writing = writes_metrics(pipeline.transport)
+        if not self._is_writing:
+            return
+        classes = sink_classes(sinks)
+        folder.mkdir(parents=True, exist_ok=True)
         num_steps = schedule.num_steps or 0
         path = folder / "metrics.jsonl"
         self.earlier = _rows_before(path, schedule.first_step)
-        """Rows of the steps before the one at which this part of the run starts."""
         _rewrite(path, self.earlier)
-        self._sinks: list[JsonLines | Guarded] = [JsonLines(path, screen.print), *(make() for make in make_sinks)]
+        self._sinks = [
+            JsonLines(path, screen.print),
+            *(Guarded(cls, folder, config or {}, screen.print) for cls in classes),
+        ]
         self._first_step = schedule.first_step
         self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every_steps
         self._screen, self._peak = screen, peak_tokens_per_second
         self._bits_per_byte = bits_per_byte
         self._schedule = schedule
         self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
-        self.utilisation: UtilisationReport | None = None
-        """Utilisation, computed from the latest steps for which it could be computed."""
         self._seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         """Seconds of each of the last steps."""
-        self._started = self._last = time.perf_counter()
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -72,7 +99,18 @@ class Metrics:
         self._task = self._progress.add_task("filling the pipeline", total=num_steps, completed=self._first_step)
         self._progress.start()
 
-    def step(self, report: StepReport, learning_rates: dict[str, float]) -> None:
+    def log(self, report: StepReport | EvaluationReport, **values: Any) -> None:
+        """Writes a row for a report. `values` are added to the row: numbers, or dictionaries and lists of numbers. The
+        progress line shows the first of `learning_rates`, a dictionary by parameter group. `samples` of an evaluation
+        are printed: a list of dictionaries with a prompt and the text that continues it."""
+        if not self._is_writing:
+            return
+        if isinstance(report, EvaluationReport):
+            self._evaluation(report, values)
+        else:
+            self._step(report, values)
+
+    def _step(self, report: StepReport, values: dict[str, Any]) -> None:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         done = report.step + 1
@@ -85,7 +123,6 @@ class Metrics:
             loss=report.loss,
             # If there is no sum over stages, this process knows only the share of the last stage.
             gradient_norms=report.gradient_norms if self._schedule.global_update else {},
-            learning_rates=learning_rates,
             update_cosines={name: alignment.cosine for name, alignment in report.alignments.items()},
             best_error_feedback={name: alignment.best_coefficient for name, alignment in report.alignments.items()},
             utilisations=report.utilisations,
@@ -98,12 +135,13 @@ class Metrics:
             tokens_per_second=self._tokens_per_step / seconds,
             mfu=self._mfu(),
             memory_bytes=report.memory,
+            **{"learning_rates": {}} | values,
         )
         busy = [u for u in report.utilisations if math.isfinite(u)]
         share = f"  stages busy {sum(busy) / len(busy):.0%}" if busy else ""
         if busy and self.utilisation:
             share += f" ({self.utilisation.expected:.0%} possible)"
-        line = f"loss {report.loss:.4f}{self._steps_said(report, learning_rates)}{share}"
+        line = f"loss {report.loss:.4f}{self._steps_said(report, values.get('learning_rates', {}))}{share}"
         self._progress.update(self._task, completed=done, description=line)
         if not self._screen.is_terminal and (
             done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps)
@@ -144,15 +182,13 @@ class Metrics:
         if len(self._recent) > 1 and (done & (done - 1) == 0 or done == self._num_steps):
             self.utilisation = explain_utilisation(self._schedule, list(self._recent))
 
-    def evaluation(self, report: EvaluationReport, samples: Sequence[Mapping[str, str]] = ()) -> None:
-        """samples: prompts and the texts that continue them."""
+    def _evaluation(self, report: EvaluationReport, values: dict[str, Any]) -> None:
         if report.loss is not None:
             converted = {} if self._bits_per_byte is None else {"val_bits_per_byte": self._bits_per_byte(report.loss)}
-            drawn = {"samples": list(samples)} if samples else {}
-            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted, **drawn)
+            self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted | values)
             said = loss_said(report.loss, converted.get("val_bits_per_byte"))
             self._screen.print(f"validation loss {said} after step {report.step + 1}")
-            for sample in samples:
+            for sample in values.get("samples", ()):
                 self._screen.print(f"  {sample['prompt']!r} -> {sample['text']!r}")
 
     def _write(self, **values: Any) -> None:
@@ -162,10 +198,24 @@ class Metrics:
 
     def close(self) -> float:
         """Closes all sinks. Returns the seconds since this object was created."""
-        self._progress.stop()
+        if self._is_writing:
+            self._progress.stop()
         for sink in self._sinks:
             sink.close()
         return time.perf_counter() - self._started
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def writes_metrics(transport: Transport) -> bool:
+    """Returns whether this stage writes the metrics of all stages."""
+    return transport.stage == transport.num_stages - 1 and transport.replica == 0
 
 
 def loss_said(loss: float, bits_per_byte: float | None) -> str:

@@ -1,5 +1,6 @@
 """The engine: executes one stage's part of a schedule, with its weight versions and updates."""
 
+from .checkpoints import Checkpoints
 from .executor import Evaluation, EvaluationReport, StepReport
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
@@ -7,6 +8,7 @@ from .reduction import Requests
 from .sampling import Samples
 
 __all__ = [
+    "Checkpoints",
     "Evaluation",
     "EvaluationReport",
     "PartitionError",

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.stage_state import StageState, StateError, flatten, restore_parameter, unflatten
+from ..checkpoint.reading import MASTER
+from ..checkpoint.stage_state import StageState, StateError, check_names, flatten, restore_parameter, unflatten
 from ..optim.groups import Group, assign
 from ..precision import Precision
 from ..schedule import Action, EvaluationSteps, Schedule, ScheduleError, waits_for_sum
@@ -190,7 +191,7 @@ class Pipeline:
             until=until,
         )
         if start is not None:
-            self._restore(start)
+            self._restore(start, {name for name, _ in model.named_parameters()})
 
     def _assign_owners(self, module: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
         self.transport.open_sharing()
@@ -246,6 +247,11 @@ class Pipeline:
         return self.executor.stop_was_asked and self.end != self.schedule.num_steps
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether replicas share the optimizer, so that each of them saves a part of the state."""
+        return self._owners is not None
+
+    @property
     def clock(self) -> Clock:
         """Clock that measures how this stage spends its time."""
         return self.executor.clock
@@ -280,7 +286,7 @@ class Pipeline:
 
     def state(self) -> StageState:
         """Returns the state of this stage after the latest update. It holds the tensors themselves, not copies. Call it
-        only in the loop over `run`, after a StepReport."""
+        only in the loop over `run`, after a StepReport, or after the loop."""
         is_first, tensors, names = self.transport.replica == 0, dict[str, Tensor](), self._spoken_for()
         optimizer: dict[str, Any] = {}
         for name, optimizer_of, master in self.updater.optimizer_states():
@@ -308,23 +314,34 @@ class Pipeline:
         copies = self.executor.copy(state.tensors, into or {})
         return lambda: replace(state, tensors=copies())
 
-    def _restore(self, start: StageState) -> None:
+    def _restore(self, start: StageState, known: Collection[str]) -> None:
+        """known: names of all parameters of the model."""
         tensors, parameters = start.tensors, self.versions.parameters(0)
         names = {name: self._canonical(name) for name in parameters}
-        masters = {name: tensors[f"master/{canonical}"] for name, canonical in names.items()}
+        kept = {c: tensors[f"{MASTER}{c}"] for c in names.values() if f"{MASTER}{c}" in tensors}
+        strange = [name for name in tensors if name.startswith(MASTER) and name.removeprefix(MASTER) not in known]
+        check_names(
+            {c: master.shape for c, master in kept.items()}
+            | {name.removeprefix(MASTER): torch.Size() for name in strange},
+            {canonical: parameters[name].shape for name, canonical in names.items()},
+        )
+        masters = {name: kept[canonical] for name, canonical in names.items()}
         working = []
         for lag in range(self.versions.num_versions):
-            kept = {name: tensors.get(f"working/{lag}/{canonical}") for name, canonical in names.items()}
+            versions = {name: tensors.get(f"working/{lag}/{canonical}") for name, canonical in names.items()}
             # Synchronous steps compute with the masters, and no later batch reads a version from before the end of a
             # synchronous start.
             is_read = start.step - lag >= self.schedule.sync_start_steps and self.versions.num_versions > 1
-            missing = [name for name, weights in kept.items() if weights is None]
+            missing = [name for name, weights in versions.items() if weights is None]
             if lag > 0 and is_read and missing:
                 raise StateError(
                     f"version {start.step - lag} of {', '.join(missing)} is missing, which the next batch runs on"
                 )
             working.append(
-                {name: masters[name] if weights is None or not is_read else weights for name, weights in kept.items()}
+                {
+                    name: masters[name] if weights is None or not is_read else weights
+                    for name, weights in versions.items()
+                }
             )
         self.versions.restore(start.step, masters, working, keeps=start.is_given_away)
         buffers = {name: tensors.get(f"buffer/{name}") for name in self.versions.buffers()}

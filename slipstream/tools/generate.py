@@ -5,20 +5,23 @@
         ...
 
 With a cache, each block keeps the keys and values of all positions so far, so a new token costs the same at any length.
-Without one, the whole sequence is computed again for every token; the tokens are the same.
+Without one, the whole sequence is computed again for every token; the tokens are the same. Models of transformers have
+caches of their own, which are used for them.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import hf
 from ..errors import UsageError
-from ..model.decoder import Block, Cache
+from ..model.decoder import Cache
 from .loading import Source
 
 
@@ -54,12 +57,11 @@ def generate(
     there."""
     device = next(layers.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
-    use_cache = use_cache and isinstance(layers[1], Block)  # models of transformers have caches of their own
-    caches = [Cache(length) for _ in range(len(layers) - 2)] if use_cache else None
+    last_logits = _with_cache(layers, length) if use_cache else _without_cache(layers)
     tokens = list(prompt)
     fresh = tokens
     for _ in range(min(sampling.max_tokens, length - len(prompt))):
-        logits = _last_logits(layers, torch.tensor([fresh], device=device), caches)
+        logits = last_logits(torch.tensor([fresh], device=device))
         token = choose(logits.float().cpu(), sampling, generator)
         if token == sampling.end:
             return
@@ -68,13 +70,47 @@ def generate(
         fresh = [token] if use_cache else tokens
 
 
-def _last_logits(layers: nn.Sequential, ids: Tensor, caches: Sequence[Cache] | None) -> Tensor:
+LastLogits = Callable[[Tensor], Tensor]
+"""Function from tokens, those that follow what it has cached, to the logits of the last one."""
+
+
+def _without_cache(layers: nn.Sequential) -> LastLogits:
+    *body, head = layers
+
+    def last_logits(ids: Tensor) -> Tensor:
+        logits: Tensor = head(nn.Sequential(*body)(ids)[:, -1:])[0, -1]
+        return logits
+
+    return last_logits
+
+
+def _with_cache(layers: nn.Sequential, length: int) -> LastLogits:
     embedding, *blocks, head = layers
-    hidden = embedding(ids)
-    for index, block in enumerate(blocks):
-        hidden = block(hidden) if caches is None else block(hidden, caches[index])
-    logits: Tensor = head(hidden[:, -1:])[0, -1]
-    return logits
+    if isinstance(blocks[0], hf.Block):
+        return _with_cache_of_transformers(layers)
+    caches = [Cache(length) for _ in blocks]
+
+    def last_logits(ids: Tensor) -> Tensor:
+        hidden = embedding(ids)
+        for block, cache in zip(blocks, caches, strict=True):
+            hidden = block(hidden, cache)
+        logits: Tensor = head(hidden[:, -1:])[0, -1]
+        return logits
+
+    return last_logits
+
+
+def _with_cache_of_transformers(layers: nn.Sequential) -> LastLogits:
+    model, cache = hf.join(layers), None
+
+    def last_logits(ids: Tensor) -> Tensor:
+        nonlocal cache
+        output: Any = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+    return last_logits
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint import Checkpoint, CheckpointError, Store
+from ..checkpoint import Checkpoint, CheckpointError
+from ..checkpoint.reading import MASTER, open_checkpoint
 from ..config.files import read_plain_file
 from ..config.models import model_of
 from ..config.schema import Config, ModelSection
@@ -18,10 +19,8 @@ from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
 from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, token_ids
 from ..errors import UsageError
+from ..model.hugging_face import fields_of
 from ..model.spec import ModelSpec
-
-MASTER = "master/"
-"""Beginning of the names of the masters in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,14 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
         config = load_toml(path / "config.toml")
         # It has all fields of the model, and the checkpoint has the weights: where the run started from may be gone.
         config = replace(config, model=replace(config.model, initial=""))
-        checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
+        try:
+            checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from error
     elif (path / "config.json").is_file():
         if step is not None:
             raise UsageError(f"{path} is a folder of Hugging Face and has no steps: leave out @{step}")
-        config, checkpoint = Config(model=ModelSection(initial=str(path))), None
+        config, checkpoint = Config(model=_section_of(path)), None
     else:
         raise UsageError(
             f"{str(path)!r} has neither a config.toml nor a config.json: give the folder of a run or model"
@@ -73,15 +75,18 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
     return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes)
 
 
-def open_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
-    store = Store(run / "checkpoints")
+def _section_of(folder: Path) -> ModelSection:
+    """Returns the model of a folder of Hugging Face: the decoder where it computes the same, and otherwise the model of
+    transformers."""
     try:
-        found = store.newest(say) if step is None else store.open(step)
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
-    if found is None:
-        raise UsageError(f"{str(run)!r} has no complete checkpoint: train it with checkpoint.at_end, or longer")
-    return found
+        fields_of(json.loads(read_plain_file(folder / "config.json")))
+    except ValueError:
+        if not any(folder.glob("*.safetensors")):
+            raise UsageError(f"{str(folder)!r} has no weights in *.safetensors: give a folder with weights") from None
+        return ModelSection(hf=str(folder))
+    except (KeyError, OSError):
+        pass  # whoever reads the folder says so
+    return ModelSection(initial=str(folder))
 
 
 def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | None, str | None, int | None]:

@@ -1,8 +1,4 @@
-"""Decides when a run saves a checkpoint, and what each stage saves.
-
-A stage is saved after its own update c. Other stages may not have reached update c yet, or may be past it: the pipeline
-is not drained. A checkpoint is complete when the parts of all stages for update c have been written.
-"""
+"""Decides when a run saves a checkpoint. `StageWriter` of pipeline/checkpoints.py writes it."""
 
 from __future__ import annotations
 
@@ -17,13 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
-
-from ..checkpoint import Part, Store, Writer
+from ..checkpoint import Store
+from ..checkpoint.reading import FOLDER_NAME
 from ..config.schema import Config
 from ..model.spec import ModelSpec
 from ..pipeline import Pipeline, Requests, StepReport
-from ..transport.base import Transport
+from ..pipeline.checkpoints import StageWriter
 from ..transport.launch import INTERRUPTED, is_ignored
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -71,7 +66,7 @@ class SignalRequests:
 
 def checkpoint_store(config: Config, folder: Path, attempt: str | None = None) -> Store:
     section = config.checkpoint
-    return Store(folder / "checkpoints", section.keep_last, section.keep_every, attempt)
+    return Store(folder / FOLDER_NAME, section.keep_last, section.keep_every, attempt)
 
 
 def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
@@ -88,13 +83,12 @@ def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
 
 
 class Saver:
-    """Saves the part of every checkpoint that one process writes."""
+    """Saves the part of every checkpoint that one process writes, when a checkpoint is due."""
 
     def __init__(
         self,
         config: Config,
         model: ModelSpec,
-        transport: Transport,
         pipeline: Pipeline,
         store: Store,
         say: Callable[[str], None],
@@ -102,20 +96,10 @@ class Saver:
     ) -> None:
         """corpus: facts that identify the training data (see `corpus_facts`). None means that the checkpoint stores
         none."""
-        is_sharded = config.optimizer.sharded and transport.num_replicas > 1
-        self._pipeline: Pipeline | None = pipeline
         self._every = config.checkpoint.every_steps
         self._at_end = config.checkpoint.at_end
-        self._is_writing = transport.replica == 0 or is_sharded
-        replica = f".replica-{transport.replica}" if is_sharded else ""
-        self._name = f"stage-{transport.stage}{replica}"
-        self._facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": corpus}
-        num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
-        self._writer = Writer(store, num_parts, say)
-        self._latest: int | None = None
-        self._copies: Mapping[str, Tensor] = {}
-        """Copies of the state, whose memory is reused from one checkpoint to the next. The writer uses them while it is
-        busy."""
+        facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": corpus}
+        self._writer = StageWriter(pipeline, store, say, facts)
         self._is_owed = False
         schedule = pipeline.schedule
         self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
@@ -134,14 +118,13 @@ class Saver:
         is_due = is_asked or (self._every > 0 and done % self._every == 0)
         if not report.busy and (is_due or self._is_owed):
             self._is_owed = False
-            self._save(done)
+            self._writer.save(done)
         elif is_due:
             # All processes skip this checkpoint: a step that only some processes save is no checkpoint. If each process
             # skipped it on its own, and they were busy at different times, no checkpoint would ever be complete. A
             # checkpoint that was requested is saved later.
             self._is_owed = self._is_owed or is_asked
-            if self._is_writing:
-                self._writer.leave_out(done)
+            self._writer.leave_out(done)
 
     @property
     def is_busy(self) -> bool:
@@ -152,35 +135,17 @@ class Saver:
 
         Other processes may still be writing their parts.
         """
-        assert self._pipeline is not None, "this saver has retired"
-        done = self._pipeline.num_updates
+        assert self._writer.pipeline is not None, "this saver has retired"
+        done = self._writer.pipeline.num_updates
         self._writer.wait()
-        if (self._at_end or was_stopped) and self._latest != done:
-            self._save(done)
+        if (self._at_end or was_stopped) and self._writer.latest != done:
+            self._writer.save(done)
         self.close()
 
     def retire(self) -> None:
         """Releases the pipeline and all copies of its state. A write in progress continues."""
-        self._pipeline, self._copies = None, {}
+        self._writer.retire()
 
     def close(self) -> None:
         """Waits until the write in progress is complete, and closes the writer."""
         self._writer.close()
-
-    def _save(self, step: int) -> None:
-        if not self._is_writing:
-            return
-        if self._writer.is_busy:
-            self._writer.leave_out(step)
-            return
-        assert self._pipeline is not None, "this saver has retired"
-        take = self._pipeline.snapshot(self._copies)
-
-        def make() -> Part:
-            state = take()
-            if self._pipeline is not None:
-                self._copies = state.tensors
-            return Part(self._name, state.tensors, {**self._facts, "state": state.facts})
-
-        if self._writer.submit(step, make):
-            self._latest = step

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoint import Store
+from ..checkpoint.reading import state_of
 from ..checkpoint.stage_state import StageState
 from ..config.defaults import may_share_a_gpu, precision_of
 from ..config.layout import layout_at, next_layout_change
@@ -25,8 +25,7 @@ from ..data import Batches, Codec, Source, text_size
 from ..errors import PipelineError
 from ..observe.console import Screen
 from ..observe.devices import flops_of
-from ..observe.metrics import Metrics
-from ..observe.sinks import Guarded, sink_classes
+from ..observe.metrics import Metrics, writes_metrics
 from ..observe.status_file import status_file
 from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
 from ..observe.torch_profile import TorchProfile
@@ -36,7 +35,7 @@ from ..transport.world import World
 from .build import Components
 from .checkpointing import Saver, SignalRequests, checkpoint_store
 from .reshape import Commands, Phase, Reshaping
-from .resume import corpus_facts, state_of, sync_start_steps
+from .resume import corpus_facts, sync_start_steps
 from .run_folder import run_folder
 
 
@@ -134,23 +133,27 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     transport, components, config = pipeline.transport, phase.components, phase.layout.applied(run.config)
     device = torch.device(config.train.device)
     pipeline.clock.watcher = status_file(transport.stage, transport.replica)
-    is_last = transport.stage == transport.num_stages - 1 and transport.replica == 0  # the stage that reports for all
     tokens_per_step = components.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
     metrics = text = None
-    if is_last:
+    if writes_metrics(transport):
         if components.validation is not None:
             text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
         flops = flops_of(device, 1 if may_share_a_gpu(config) else phase.layout.size, precision_of(config).compute)
         peak = None if flops is None else flops / components.model.flops_per_token()
-        sinks = [
-            partial(Guarded, cls, folder, asdict(run.config), screen.print) for cls in sink_classes(config.run.sinks)
-        ]
-        converted = None if text is None else text.bits_per_byte
-        log_every = config.run.log_every_steps
-        metrics = Metrics(folder, pipeline.schedule, tokens_per_step, log_every, screen, peak, sinks, converted)
+        metrics = Metrics(
+            pipeline,
+            folder,
+            tokens_per_step=tokens_per_step,
+            log_every_steps=config.run.log_every_steps,
+            sinks=config.run.sinks,
+            config=asdict(run.config),
+            peak_tokens_per_second=peak,
+            bits_per_byte=None if text is None else text.bits_per_byte,
+            screen=screen,
+        )
     corpus = corpus_facts(components.batches)
-    saver = Saver(run.config, components.model, transport, pipeline, run.store, screen.print, corpus)
+    saver = Saver(run.config, components.model, pipeline, run.store, screen.print, corpus)
     run.savers.append(saver)
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
@@ -164,13 +167,14 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
                 delays.append(report.delay)
                 losses.append(report.loss)
                 if metrics:  # before the step is saved: a run that resumes after this step does not report it again
-                    metrics.step(report, components.learning_rates(report.step))
+                    metrics.log(report, learning_rates=components.learning_rates(report.step))
                 saver.after(report)
                 profile.after(report.step + 1)
             else:
                 val_loss = report.loss
                 if metrics:
-                    metrics.evaluation(report, _texts(config, components, report.samples))
+                    samples = _texts(config, components, report.samples)
+                    metrics.log(report, **{"samples": samples} if samples else {})
     except Exception as error:
         with suppress(OSError):
             leave_actions(folder, transport, pipeline, error)

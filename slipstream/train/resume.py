@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint, Store
-from ..checkpoint.stage_state import TENSOR, StageState, StateError, check_names, is_tensor, merge_facts
+from ..checkpoint.stage_state import TENSOR, StateError, check_names, is_tensor, merge_facts
 from ..config.defaults import peak_rates_of
 from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of
@@ -105,24 +105,6 @@ number for every number of the parameter."""
 
 
 # ---- resuming
-class _Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each read when it is accessed."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._names = checkpoint, checkpoint.names()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._checkpoint.read([name])[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def newest(store: Store, config: Config, model: ModelSpec, say: Callable[[str], None]) -> Checkpoint | None:
     """Returns the newest complete checkpoint, or None if there is none.
 
@@ -239,11 +221,6 @@ def _check_state(
 
 def _state_facts(found: Checkpoint) -> dict[str, Any]:
     return merge_facts(part["state"] for part in found.facts.values())
-
-
-def state_of(found: Checkpoint) -> StageState:
-    """Returns the state of all stages together. Each stage reads the tensors it needs."""
-    return StageState(found.step, _Tensors(found), _state_facts(found))
 
 
 def sync_start_steps(found: Checkpoint, schedule: Schedule) -> int:

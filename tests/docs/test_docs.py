@@ -61,9 +61,12 @@ def test_the_architecture_page_names_every_module():
             assert named == {path.stem for path in package.glob("*.py")} - {"__init__"}, row[0]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start/model.md"])
-def test_the_example_on_the_page_is_the_file(page):
-    example = (ROOT / "examples" / "convnet.py").read_text(encoding="utf-8").split('"""\n\n', 1)[1]
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("README.md", "convnet"), ("docs/start/model.md", "convnet"), ("docs/guides/library.md", "own_loop")],
+)
+def test_the_example_on_the_page_is_the_file(page, name):
+    example = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").split('"""\n\n', 1)[1]
     assert f"```python\n{example}```" in (ROOT / page).read_text(encoding="utf-8")
 
 

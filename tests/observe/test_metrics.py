@@ -7,6 +7,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,17 +22,23 @@ from slipstream.schedule import Schedule
 SCHEDULE = Schedule("two_bw", num_stages=2, num_microbatches=2, num_steps=2)
 
 
+def metrics_of(folder, schedule=SCHEDULE, stage=1, **options):
+    transport = SimpleNamespace(stage=stage, num_stages=2, replica=0)
+    pipeline = SimpleNamespace(transport=transport, schedule=schedule)
+    return Metrics(pipeline, folder, tokens_per_step=64, log_every_steps=1, **options)
+
+
 def test_numbers_that_json_does_not_know_are_null():
     value = {"a": math.nan, "b": [math.inf, 1.5, (-math.inf, "nan")], "c": 3, "d": None, "e": True}
     assert finite(value) == {"a": None, "b": [None, 1.5, [None, "nan"]], "c": 3, "d": None, "e": True}
 
 
 def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
-    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
-    metrics.step(step_report(0), {"all": 0.1})
-    metrics.evaluation(EvaluationReport(0, 2.25))
-    metrics.step(step_report(1, math.nan), {"all": 0.05})
-    metrics.evaluation(EvaluationReport(1, None))
+    metrics = metrics_of(tmp_path)
+    metrics.log(step_report(0), learning_rates={"all": 0.1})
+    metrics.log(EvaluationReport(0, 2.25))
+    metrics.log(step_report(1, math.nan), learning_rates={"all": 0.05})
+    metrics.log(EvaluationReport(1, None))
     assert metrics.close() > 0
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
@@ -53,10 +60,10 @@ def test_an_update_is_a_row_and_an_evaluation_another(tmp_path, capsys):
 
 def test_the_share_of_what_devices_could_do_is_of_the_last_steps(tmp_path, capsys):
     schedule = Schedule("two_bw", 2, 2, 40)
-    metrics = Metrics(tmp_path, schedule, 64, log_every_steps=1, screen=Screen(), peak_tokens_per_second=1e9)
-    metrics.step(step_report(0), {})
+    metrics = metrics_of(tmp_path, schedule, peak_tokens_per_second=1e9)
+    metrics.log(step_report(0))
     time.sleep(0.01)
-    metrics.step(step_report(1), {})
+    metrics.log(step_report(1))
     metrics.close()
     first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert first["mfu"] is None  # a step that fills the pipeline
@@ -65,8 +72,8 @@ def test_the_share_of_what_devices_could_do_is_of_the_last_steps(tmp_path, capsy
 
 
 def test_rows_are_there_before_the_run_ends(tmp_path):
-    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
-    metrics.step(step_report(0), {})
+    metrics = metrics_of(tmp_path)
+    metrics.log(step_report(0))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     metrics.close()
 
@@ -75,10 +82,10 @@ def test_a_terminal_gets_a_progress_bar_and_a_line_for_every_evaluation(tmp_path
     monkeypatch.setenv("TERM", "xterm")
     text = io.StringIO()
     terminal = Console(file=text, force_terminal=True, width=100, highlight=False)
-    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=terminal)
-    metrics.step(step_report(0), {})
-    metrics.evaluation(EvaluationReport(0, 2.25))
-    metrics.step(step_report(1), {})
+    metrics = metrics_of(tmp_path, screen=terminal)
+    metrics.log(step_report(0))
+    metrics.log(EvaluationReport(0, 2.25))
+    metrics.log(step_report(1))
     metrics.close()
     said = text.getvalue()
     assert "step 2/2" in said and "━" in said and "validation loss 2.2500 after step 1\n" in said
@@ -97,12 +104,10 @@ def test_a_run_goes_on_when_nobody_reads_it(monkeypatch):
 
 
 def test_what_is_measured_stands_beside_what_the_simulator_expects(tmp_path, capsys):
-    metrics = Metrics(
-        tmp_path, Schedule("one_f_one_b", 2, 2, num_steps=4), tokens_per_step=64, log_every_steps=1, screen=Screen()
-    )
+    metrics = metrics_of(tmp_path, Schedule("one_f_one_b", 2, 2, num_steps=4))
     stage = TimeSplit(forward=2.0, backward=4.0, wait_gradients=3.5, other=0.5)
     for step in range(4):
-        metrics.step(replace(step_report(step), utilisations=(0.6, 0.6), splits=(stage, stage)), {})
+        metrics.log(replace(step_report(step), utilisations=(0.6, 0.6), splits=(stage, stage)))
     metrics.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["expected_utilisation"] == pytest.approx(2 / 3)  # m / (m + P - 1)
@@ -123,15 +128,15 @@ class FullDisk(io.BytesIO):
 
 
 def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys):
-    metrics = Metrics(tmp_path, schedule=SCHEDULE, tokens_per_step=64, log_every_steps=1, screen=Screen())
+    metrics = metrics_of(tmp_path)
     (sink,) = metrics._sinks
     sink.close()
     disk = sink._file = FullDisk()
-    metrics.step(step_report(0), {})
-    metrics.evaluation(EvaluationReport(0, 2.25))
+    metrics.log(step_report(0))
+    metrics.log(EvaluationReport(0, 2.25))
     assert disk.getvalue() and b"\n" not in disk.getvalue()
     disk.is_full = False
-    metrics.step(step_report(1), {})
+    metrics.log(step_report(1))
     rows = [json.loads(line) for line in disk.getvalue().splitlines()]
     assert [row["step"] for row in rows] == [1, 1, 2]
     metrics.close()
@@ -141,10 +146,10 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
 
 def test_a_line_tells_rate_norm_speed_and_what_is_left(tmp_path, capsys):
     schedule = Schedule("two_bw", 2, 2, 40)
-    metrics = Metrics(tmp_path, schedule=schedule, tokens_per_step=64, log_every_steps=1, screen=Screen())
-    metrics.step(step_report(0), {"matrices": 0.0125, "rest": 0.1})
-    metrics.step(step_report(1), {"matrices": 0.02, "rest": 0.1})
-    metrics.evaluation(EvaluationReport(1, 2.25))
+    metrics = metrics_of(tmp_path, schedule)
+    metrics.log(step_report(0), learning_rates={"matrices": 0.0125, "rest": 0.1})
+    metrics.log(step_report(1), learning_rates={"matrices": 0.02, "rest": 0.1})
+    metrics.log(EvaluationReport(1, 2.25))
     metrics.close()
     first, second, evaluation = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"step 1/40  loss 2\.5000  lr 0\.0125  grad norm inf.*", first) and "left" not in first

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from harness import Task, even_cut, forks, largest_difference, network, run_pipeline, run_reference
+from harness import Task, even_cut, forks, largest_difference, load_example, network, run_pipeline, run_reference
 from torch import Tensor, nn
 
 from slipstream import Group, Pipeline, launch
@@ -18,14 +16,6 @@ from slipstream.transport.base import gather_objects
 from slipstream.transport.thread import ThreadMesh
 
 ADAMW = [Group("all", partial(torch.optim.AdamW, lr=0.01), error_feedback=1.0, clip_norm=0.5)]
-
-
-def load_example(name: str):
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Split(nn.Module):

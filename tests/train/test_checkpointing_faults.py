@@ -50,11 +50,13 @@ def steps_of(
 ) -> Written:
     """every = 2, eight updates; busy and asked: after which."""
     writer = writer or Written()
-    monkeypatch.setattr("slipstream.train.checkpointing.Writer", lambda *args: writer)
+    monkeypatch.setattr("slipstream.pipeline.checkpoints.Writer", lambda *args: writer)
     transport: Any = SimpleNamespace(stage=0, replica=0, num_stages=2, num_replicas=1)
-    pipeline: Any = SimpleNamespace(snapshot=snapshot, schedule=Schedule("two_bw", 2, 2, 8))
+    pipeline: Any = SimpleNamespace(
+        transport=transport, is_sharded=False, snapshot=snapshot, schedule=Schedule("two_bw", 2, 2, 8)
+    )
     model: Any = SimpleNamespace(sequence_length=16)
-    saver = Saver(changed(tiny, checkpoint__every_steps=2), model, transport, pipeline, Store(Path("none")), print)
+    saver = Saver(changed(tiny, checkpoint__every_steps=2), model, pipeline, Store(Path("none")), print)
     for step in range(8):
         saver.after(SimpleNamespace(**{**vars(step_report(step)), "busy": step + 1 in busy, "save": step + 1 in asked}))
     return writer
@@ -85,7 +87,7 @@ def test_a_row_is_written_before_its_step_is_saved(tiny, monkeypatch):
     after = Saver.after
 
     def look(saver: Saver, said: Any) -> None:
-        if saver._name == "stage-1":
+        if saver._writer._name == "stage-1":
             seen.append((said.step, json.loads(path.read_text().splitlines()[-1])["step"]))
         after(saver, said)
 
@@ -145,7 +147,7 @@ def test_stages_leave_their_last_actions_when_a_run_fails(tiny, monkeypatch):
     fails_at = 4
 
     def fail(saver: Saver, said: Any) -> None:
-        if saver._name == "stage-1" and said.step == fails_at:
+        if saver._writer._name == "stage-1" and said.step == fails_at:
             raise ValueError("boom")
 
     monkeypatch.setattr(Saver, "after", fail)
