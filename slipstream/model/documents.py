@@ -18,7 +18,7 @@ from torch import Tensor, nn
 def max_documents(length: int) -> int:
     """Returns the largest number of documents in a row that are kept apart. If there are more, the last of them count
     as one. A limit that does not depend on the tokens lets a GPU begin before the host knows the documents."""
-    return 32 + length // 32
+    return 16 + length // 64
 
 
 def document_starts(tokens: Tensor, separator: int) -> Tensor:

@@ -84,10 +84,10 @@ def test_without_a_separator_in_the_row_it_is_the_plain_model():
 
 
 def test_documents_beyond_the_limit_count_as_one():
-    length = 64
+    length = 128
     starts = document_starts(torch.full((2, length), END), END)
     most = max_documents(length)
-    assert most == 34
+    assert most == 18
     assert starts[0].tolist() == [*range(most), *[most - 1] * (length - most)]
     assert _bounds(starts).tolist() == [*range(most), *range(length, length + most), 2 * length]
 
@@ -111,7 +111,7 @@ def test_the_kernel_for_varying_lengths_equals_the_mask():
     made = [torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        inputs = [tensor.to(dtype).requires_grad_() for tensor in made[:3]]
+        inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in made[:3]]
         output = attend(*inputs, starts)
         output.backward(made[3].to(dtype))
         results.append([output, *(tensor.grad for tensor in inputs)])
