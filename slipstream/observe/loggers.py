@@ -99,7 +99,7 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        self._table = wandb.Table
+        self._library = wandb
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -115,7 +115,9 @@ class WeightsAndBiases:
     def write(self, row: Mapping[str, Any]) -> None:
         values: dict[str, Any] = dict(logged(row))
         if samples := row.get("samples"):
-            values["samples"] = self._table(["prompt", "text"], [[each["prompt"], each["text"]] for each in samples])
+            values["samples"] = self._library.Table(
+                ["prompt", "text"], [[each["prompt"], each["text"]] for each in samples]
+            )
         self._run.log(values, step=row["step"])
 
     def close(self) -> None:

@@ -322,7 +322,7 @@ def _get_ready(work: Path) -> None:
         importlib.import_module(f"slipstream.{name}")
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
-    for name in ("matplotlib.pyplot", "pytorch_optimizer", "tokenizers", "torch._dynamo"):
+    for name in ("matplotlib.pyplot", "pytorch_optimizer", "pyarrow.parquet", "tokenizers", "torch._dynamo"):
         importlib.import_module(name)
     rehearsal = work / "rehearsal"
     rehearsal.mkdir()

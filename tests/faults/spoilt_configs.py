@@ -95,6 +95,8 @@ FITTING: dict[str, list[Any]] = {
     "train.device": ["cpu", "cpu", "cpu", "cuda"],
     "evaluation.every_steps": [0, 1, 2],
     "evaluation.batches": [0, 1, 3],
+    "evaluation.prompts": [["plus"], ["1 plus", "2"]],
+    "evaluation.sample_tokens": [1, 3],
     "checkpoint.every_steps": [0, 1],
     "checkpoint.every_minutes": [0.0, 1e-9, 5.0],
     "checkpoint.at_end": [False, True],

@@ -1,4 +1,4 @@
-"""Spoilt files for faults/fuzz.py: shards, texts, tokenizers, studies, profiles, runs and checkpoints."""
+"""Spoilt files for faults/fuzz.py: shards, mixtures, texts, tables, tokenizers, studies, profiles, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import os
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .fuzz import Case, play
 from .spoilt_configs import BASE, TEXT, options
@@ -85,7 +88,10 @@ def make_file(dice: random.Random, folder: Path, templates: Path) -> Case:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     recipes: list[tuple[Callable[[random.Random, Path, Path], Case], int]] = [
         (_shard, 18),
+        (_megatron, 14),
+        (_weights, 8),
         (_text, 10),
+        (_parquet, 14),
         (_tokenizer, 5),
         (_study, 10),
         (_profile, 10),
@@ -254,6 +260,105 @@ def _shard(dice: random.Random, folder: Path, templates: Path) -> Case:
     if dice.random() < 0.2:
         settings["model.vocab_size"] = dice.choice([1, 100, 256])
     return Case(f"shard: {path.name}, {words}", _train(settings), may_last=True)
+
+
+def _megatron(dice: random.Random, folder: Path, templates: Path) -> Case:
+    """An index of Megatron's and its shard: whole, with another number in one of its fields, or with spoilt bytes."""
+    here, code = folder / "here", dice.choice([1, 2, 3, 4, 5, 8, 8])
+    dtype = np.dtype({1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}[code])
+    lengths = np.array([dice.choice([0, 1, 7, 100, 300]) for _ in range(dice.choice([0, 1, 9, 9, 9, 9]))], dtype="<i4")
+    ids = np.array([dice.choice([0, 1, 100, 127]) for _ in range(lengths.sum())], dtype=dtype)
+    pointers = ((np.cumsum(lengths) - lengths) * dtype.itemsize).astype("<i8")
+    documents = np.arange(len(lengths) + 1, dtype="<i8")
+    header: list[Any] = [b"MMIDIDX\0\0", 1, code, len(lengths), len(documents)]
+    how = dice.choice(["whole", "header", "header", "lengths", "pointers", "ids", "file", "file", "modes", "sidecar"])
+    number = dice.choice([0, 1, 6, 7, 9, 255, 2**31 - 1, 2**32, 2**62, 2**63, 2**64 - 1])
+    words = f"{how}, {dtype.name}"
+    if how == "header":
+        place = dice.randrange(1, 5)
+        header[place] = number % 256 if place == 2 else number
+        words = f"header {place} is {header[place]}"
+    elif how in ("lengths", "pointers", "ids"):
+        values = {"lengths": lengths, "pointers": pointers, "ids": ids}[how]
+        if len(values):
+            bounds = np.iinfo(values.dtype)
+            values[dice.randrange(len(values))] = dice.choice([0, 1, bounds.max, bounds.min])
+    index = struct.pack("<9sQBQQ", *header) + lengths.tobytes() + pointers.tobytes() + documents.tobytes()
+    index += bytes(len(lengths)) if how == "modes" else b""
+    (here / "web.idx").write_bytes(index)
+    (here / "web.bin").write_bytes(ids.tobytes())
+    if how == "file":
+        path = here / dice.choice(["web.idx", "web.idx", "web.bin"])
+        words = f"{path.name}, {_spoil(dice, path)}"
+    elif how == "sidecar":
+        (here / "web.json").write_text("{}")
+    settings: dict[str, Any] = {"data.sources": [dice.choice(["web.bin", "*.bin", "."])]}
+    settings["data.validation_fraction"] = 0.3
+    if dice.random() < 0.1:
+        settings["data.token_dtype"] = dice.choice(["uint8", "uint16", "uint32"])
+    if dice.random() < 0.3:
+        settings["model.vocab_size"] = dice.choice([1, 128, 256])
+    return Case(f"megatron: {words}", _train(settings), may_last=True)
+
+
+def _weights(dice: random.Random, folder: Path, templates: Path) -> Case:
+    """Several sources and weights that may or may not fit them."""
+    names = [f"part{number}.txt" for number in range(dice.choice([1, 2, 2, 3, 5]))]
+    for name in names:
+        (folder / "here" / name).write_text(TEXT[: dice.choice([*[4000] * 12, 400, 40, 17, 16, 0])])
+    if dice.random() < 0.2:
+        names.append(dice.choice([names[0], "part*.txt", ".", "gone.txt", "builtin"]))
+    likely = [0.1, 0.3, 0.7, 1, 2, 7]
+    odd = [1 / 3, 0, -1, "nan", "inf", "-inf", 1e-320, 1e308, 1e-9, 123456.789, "", "x", "1_0", 2**70]
+    weights = [dice.choice(odd if dice.random() < 0.1 else likely) for _ in names]
+    if dice.random() < 0.15:
+        weights = dice.choice([weights[1:], [*weights, 1], weights * 300])
+    settings: dict[str, Any] = {"data.sources": names, "data.weights": weights}
+    settings["data.validation_fraction"] = dice.choice([0.05, 0.05, 0.05, 0.5, 0, 0.999])
+    settings["evaluation.batches"] = dice.choice([1, 1, 0, 40])
+    return Case(f"weights: {str(weights)[:60]} of {len(names)} sources", _train(settings), may_last=True)
+
+
+def _parquet(dice: random.Random, folder: Path, templates: Path) -> Case:
+    """A table with text, with something else, with nothing, or with spoilt bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    num_rows = dice.choice([0, 1, 5, 200, 200])
+    lines = [dice.choice(["", "one line", "zwei ß\n<|endoftext|>\n", "\0", "x" * 3000]) for _ in range(num_rows)]
+    columns: dict[str, Callable[[], Any]] = {
+        "text": lambda: pyarrow.array(lines, pyarrow.string()),
+        "large text": lambda: pyarrow.array(lines, pyarrow.large_string()),
+        "dictionary": lambda: pyarrow.array(lines, pyarrow.string()).dictionary_encode(),
+        "some nulls": lambda: pyarrow.array([dice.choice([line, None]) for line in lines], pyarrow.string()),
+        "nulls": lambda: pyarrow.nulls(num_rows),
+        "null texts": lambda: pyarrow.nulls(num_rows, pyarrow.string()),
+        "dictionary with nulls": lambda: pyarrow.array([None] * num_rows, pyarrow.string()).dictionary_encode(),
+        "numbers": lambda: pyarrow.array(range(num_rows), pyarrow.int64()),
+        "bytes": lambda: pyarrow.array([line.encode() for line in lines], pyarrow.binary()),
+        "no UTF-8": lambda: pyarrow.array([b"\xff" for _ in lines], pyarrow.binary()).view(pyarrow.string()),
+        "lists": lambda: pyarrow.array([[line] for line in lines], pyarrow.list_(pyarrow.string())),
+        "structures": lambda: pyarrow.array(
+            [{"text": line} for line in lines], pyarrow.struct([("text", pyarrow.string())])
+        ),
+        "times": lambda: pyarrow.array([0] * num_rows, pyarrow.timestamp("us")),
+        "truths": lambda: pyarrow.array([True] * num_rows, pyarrow.bool_()),
+    }
+    kind = dice.choice([*columns, *["text"] * 10])
+    table = pyarrow.table({dice.choice([*["text"] * 8, "body", ""]): columns[kind]()})
+    if dice.random() < 0.2:
+        table = table.append_column("text", columns["text"]())  # perhaps a second one of that name
+    if dice.random() < 0.05:
+        table = pyarrow.table({})
+    path = folder / "here" / "some.parquet"
+    parquet.write_table(table, path, row_group_size=dice.choice([1, 7, 1000]))
+    words = f"{kind}, {num_rows} rows"
+    if dice.random() < 0.35:
+        words += f", {_spoil(dice, path)}"
+    command = ["prepare", dice.choice([path.name, "*.parquet", "."]), "--output", "out/web"]
+    command += ["--text-field", dice.choice(["body", "", "text.text"])] if dice.random() < 0.2 else []
+    command += ["--max-tokens", dice.choice(["1", "1e3", "0", "nan", "-1", "1e400"])] if dice.random() < 0.2 else []
+    return Case(f"parquet: {words}", command, ("here/out",), may_last=True)
 
 
 def _text(dice: random.Random, folder: Path, templates: Path) -> Case:

@@ -176,6 +176,15 @@ def test_a_library_gets_every_number_of_metrics_jsonl_and_the_configuration(reco
     )
 
 
+@pytest.mark.parametrize("recorder", ["wandb"], indirect=True)
+def test_wandb_gets_samples_as_a_table(recorder, tmp_path):
+    recorder.Table = lambda columns, rows: (columns, rows)
+    samples = [{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d"}]
+    WeightsAndBiases(tmp_path, {}).write({"step": 2, "time": 0.5, "val_loss": 1.5, "samples": samples})
+    table = (["prompt", "text"], [["a", "b"], ["c", "d"]])
+    assert recorder.calls[-1] == ("log", 2, {"val_loss": 1.5, "samples": table})
+
+
 @pytest.mark.parametrize(("recorder", "key"), [("wandb", "id"), ("trackio", "name")], indirect=["recorder"])
 def test_a_resumed_run_continues_under_the_same_name_and_an_overwritten_one_does_not(recorder, key, tiny):
     config = changed(tiny, run__sinks=(recorder.__name__,), train__steps=2)

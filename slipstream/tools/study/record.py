@@ -57,6 +57,9 @@ class Record:
     """By parameter group: pairs of a step and the cosine of its update and the update before."""
     machine: str = ""
     """Device and torch version."""
+    bits_per_byte: float | None = None
+    """`final_loss` in bits per byte of the held-out text. None also means that the bytes of the tokens are unknown, or
+    that the record is older than this field."""
 
     def to_json(self) -> str:
         return json.dumps(finite(dataclasses.asdict(self)))

@@ -72,6 +72,8 @@ class Row:
     diverged: int
     loss: Estimate | None
     """Final held-out loss, in nats per token. None if no cell finished."""
+    bits_per_byte: Estimate | None
+    """The same loss in bits per byte. None also means that the bytes of the tokens are unknown."""
     gap: Estimate | None
     """Final loss minus the final loss of the baseline. None for a synchronous row, or if no pair finished."""
     recovered: Estimate | None
@@ -216,6 +218,7 @@ def rows(records: Iterable[Record]) -> list[Row]:
                 seeds=len(group),
                 diverged=losses.count(None),
                 loss=Estimate.over(losses),
+                bits_per_byte=Estimate.over(cell.bits_per_byte for cell in group if final_loss(cell) is not None),
                 gap=Estimate.over(_gap(cell, cells) for cell in group),
                 recovered=Estimate.over(_recovered(cell, plain.get(cell.baseline, []), cells) for cell in group),
                 overhead=overhead,
@@ -435,8 +438,10 @@ def markdown_table(rows: Sequence[Row]) -> str:
     axes = [axis for axis in varying(rows) if axis != RATE]
     names = short_names(axes)
     any_diverged = any(row.diverged for row in rows)
-    header = ["optimizer", "mode", *(names[axis] for axis in axes), "lr", "seeds", "final loss", "gap", "recovered"]
-    header += ["token overhead", *(["diverged"] if any_diverged else [])]
+    any_bits = any(row.bits_per_byte for row in rows)
+    header = ["optimizer", "mode", *(names[axis] for axis in axes), "lr", "seeds", "final loss"]
+    header += [*(["bits per byte"] if any_bits else []), "gap", "recovered", "token overhead"]
+    header += ["diverged"] if any_diverged else []
     lines = []
     for row in rows:
         finished = row.seeds - row.diverged
@@ -445,6 +450,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
         line += [
             str(row.seeds),
             _estimate(row.loss, finished, ".4f"),
+            *([_estimate(row.bits_per_byte, finished, ".4f")] if any_bits else []),
             _estimate(row.gap, finished, "+.4f"),
             _estimate(row.recovered, finished, ".0f", scale=100, unit=" %"),
             _estimate(row.overhead, finished, ".3f", unit=f" ({way})"),

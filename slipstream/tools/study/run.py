@@ -15,6 +15,7 @@ import torch
 
 from ...config.defaults import peak_rates_of
 from ...config.toml import to_toml
+from ...data import text_size
 from ...observe.metrics import finite
 from ...optim import Alignment
 from ...train.build import build_components
@@ -40,6 +41,8 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
     run = DelayedRun(cell, components, torch.device(cell.config.train.device))
     tokens_per_step = components.batches.num_tokens(0)
     every = cell.config.evaluation.every_steps or steps
+    assert components.validation is not None, "a study without an evaluation is refused"
+    text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
     evaluations = [Evaluation(0, 0, run.evaluate().item())]
     seconds, started = 0.0, time.perf_counter()
     with (path.parent / "metrics.jsonl").open("w", encoding="utf-8", buffering=1) as metrics:
@@ -52,12 +55,14 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
             for step, loss in enumerate(losses, start=first + 1):
                 _write(metrics, step=step, tokens=step * tokens_per_step, loss=loss)
             held_out = run.evaluate().item()
-            _write(metrics, step=done, val_loss=held_out)
+            bits = {} if text is None else {"val_bits_per_byte": text.bits_per_byte(held_out)}
+            _write(metrics, step=done, val_loss=held_out, **bits)
             if not math.isfinite(held_out + sum(losses)):
                 break
             evaluations.append(Evaluation(done, done * tokens_per_step, held_out))
             progress(done, f"held out {held_out:.4f}")
             started = time.perf_counter()
+    final_loss = evaluations[-1].loss if evaluations[-1].step == steps else None
     record = Record(
         id=cell.id,
         study=study,
@@ -70,13 +75,14 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
         steps=steps,
         tokens=steps * tokens_per_step,
         parameters=components.model.num_parameters(),
-        final_loss=evaluations[-1].loss if evaluations[-1].step == steps else None,
+        final_loss=final_loss,
         seconds=seconds,
         tokens_per_second=done * tokens_per_step / seconds,
         optimizer_share=run.clock.optimizer_share(),
         evaluations=evaluations,
         cosines=_cosines(run),
         machine=_machine(run),
+        bits_per_byte=None if text is None or final_loss is None else text.bits_per_byte(final_loss),
     )
     partial = path.with_suffix(".partial")
     partial.write_text(record.to_json() + "\n", encoding="utf-8")

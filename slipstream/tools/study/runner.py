@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...errors import ConfigError, RunFailure
 from ...observe.console import Screen
+from ...observe.metrics import loss_said
 from ...train.build import build_components
 from ...transport.environment import under_torchrun
 from ...transport.launch import die_with_parent
@@ -172,7 +173,9 @@ def _words(cell: Cell) -> str:
 
 
 def _sentence(cell: Cell, record: Record, number: int, of: int) -> str:
-    loss = "diverged" if record.final_loss is None else f"held-out loss {record.final_loss:.4f}"
+    loss = "diverged"
+    if record.final_loss is not None:
+        loss = f"held-out loss {loss_said(record.final_loss, record.bits_per_byte)}"
     return (
         f"[{number}/{of}] {_words(cell)}: {loss}, "
         f"{record.seconds:.0f} s, {record.tokens_per_second:,.0f} tokens/s, optimizer {record.optimizer_share:.0%}"

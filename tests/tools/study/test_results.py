@@ -68,6 +68,17 @@ def test_losses_gaps_and_recovery_are_paired_by_seed():
     assert table["ef"].recovered == approx(2.15 / 3, 0.2020726, 3)
 
 
+def test_bits_per_byte_stand_beside_the_loss_where_they_are_known():
+    known = [cell("sync", loss, seed, bits_per_byte=2 * loss) for seed, loss in enumerate([2.0, 2.2])]
+    diverged = cell("sync", None, seed=2)
+    [row] = rows([*known, diverged])
+    assert row.bits_per_byte == approx(4.2, 0.2 * 2**0.5, 2)
+    header, _, line, *_ = (part.split("|") for part in markdown_table([row]).splitlines())
+    at = [name.strip() for name in header].index("bits per byte")
+    assert header[at - 1].strip() == "final loss" and line[at].strip() == "4.2000 ± 0.2828"
+    assert "bits per byte" not in markdown_table(rows(THREE_SEEDS))  # of records that do not have them
+
+
 def test_a_synchronous_row_has_no_gap_and_async_recovers_nothing():
     table = by_mode(THREE_SEEDS)
     sync, plain = table["sync"], table["async"]

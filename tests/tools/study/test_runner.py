@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -162,6 +163,8 @@ def test_metrics_have_a_line_for_every_step_and_every_evaluation(finished: tuple
         assert [row["tokens"] for row in trained] == [64 * (step + 1) for step in range(STEPS)]
         held_out = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
         assert held_out == [(e.step, e.loss) for e in study.record(cell).evaluations[1:]]
+        bits = [row["val_bits_per_byte"] for row in rows if "val_loss" in row]
+        assert bits == pytest.approx([loss / math.log(2) for _, loss in held_out])
 
 
 def test_a_record_says_what_was_run_and_what_came_of_it(finished: tuple[Study, int, str]) -> None:
@@ -175,6 +178,7 @@ def test_a_record_says_what_was_run_and_what_came_of_it(finished: tuple[Study, i
         assert record.setting == {"optimizer.learning_rate": 0.003}
         assert [(e.step, e.tokens) for e in record.evaluations] == [(0, 0), (3, 192), (6, 384)]
         assert record.final_loss == record.evaluations[-1].loss
+        assert record.bits_per_byte == pytest.approx(record.final_loss / math.log(2))  # tokens are bytes
         assert [step for step, _ in record.cosines["all"]] == [1, 2, 3, 4, 5]
         assert record.seconds > 0 and record.tokens_per_second > 0 and 0 < record.optimizer_share < 1
         run = DelayedRun(cell, build_components(cell.config), torch.device("cpu"))
@@ -188,13 +192,13 @@ def test_lines_and_table_show_every_cell(finished: tuple[Study, int, str]) -> No
     assert said.startswith("study grid: 3 cells, 0 of them done before, 2 at a time; writing ")
     for mode in ("sync", "async", "ef"):
         record = next(r for r in read_records(study.folder / "cells.jsonl") if r.mode == mode)
+        loss, bits = f"{record.final_loss:.4f}", f"{record.bits_per_byte:.4f}"
         line = (
-            rf"^\[[123]/3\] adamw {mode} seed 0 optimizer.learning_rate=0.003: held-out loss {record.final_loss:.4f}, "
+            rf"^\[[123]/3\] adamw {mode} seed 0 optimizer.learning_rate=0.003: held-out loss {loss} "
+            rf"\({bits} bits per byte\), "
         )
         assert re.search(line, said, re.MULTILINE)
-        assert re.search(
-            rf"^\| adamw +\| {mode} +\| 0.003 \| +1 \| +{record.final_loss:.4f} \|", study.table, re.MULTILINE
-        )
+        assert re.search(rf"^\| adamw +\| {mode} +\| 0.003 \| +1 \| +{loss} \| +{bits} \|", study.table, re.MULTILINE)
     assert all(f"[{number}/3]" in said for number in (1, 2, 3))
     assert study.table in said
     assert said.endswith("out: cells.jsonl, table.md, loss.png, gap.png, cosine.png\n")
