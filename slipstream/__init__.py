@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_weights
     from .observe.metrics import Metrics
     from .optim import AdamW, Group, Muon, muon_and_adamw
-    from .pipeline import Checkpoints, Evaluation, EvaluationReport, Pipeline, StepReport
+    from .pipeline import Checkpoints, Evaluation, EvaluationPart, EvaluationReport, Pipeline, StepReport
     from .precision import Precision
     from .reference import reference_run
     from .schedule import Schedule
@@ -17,6 +17,7 @@ __all__ = [
     "AdamW",
     "Checkpoints",
     "Evaluation",
+    "EvaluationPart",
     "EvaluationReport",
     "Group",
     "Metrics",
@@ -35,7 +36,7 @@ _HOMES = {
     "checkpoint": ("load_weights",),
     "observe.metrics": ("Metrics",),
     "optim": ("AdamW", "Group", "Muon", "muon_and_adamw"),
-    "pipeline": ("Checkpoints", "Evaluation", "EvaluationReport", "Pipeline", "StepReport"),
+    "pipeline": ("Checkpoints", "Evaluation", "EvaluationPart", "EvaluationReport", "Pipeline", "StepReport"),
     "precision": ("Precision",),
     "reference": ("reference_run",),
     "schedule": ("Schedule",),

@@ -250,6 +250,8 @@ class EvaluationSection:
     """Evaluate after this many steps. 0: only at the end. The pipeline does not drain for it."""
     batches: int = 8
     """Microbatches of held-out text. 0: no evaluation."""
+    per_source: bool = False
+    """Also report the loss of every entry of data.validation_sources, or of every source with a weight."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues at every evaluation, to read on the screen, in metrics.jsonl and in loggers. Every
     token costs one forward of all prompts through all stages, during which training waits."""

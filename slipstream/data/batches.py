@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -132,6 +133,15 @@ class Batches:
         return self._first_windows[source] + order[start : start + count]
 
 
+class ValidationPart(NamedTuple):
+    """A part of the validation data whose loss is reported on its own. Every batch belongs to one part."""
+
+    name: str
+    """Name of its source, as in the configuration."""
+    starts: Sequence[int]
+    """Position of the first token of every window, in the order in which windows are read."""
+
+
 @dataclass(frozen=True, eq=False)
 class ValidationBatches:
     """The validation data: `batches(index)` for index in range(len(batches))."""
@@ -142,11 +152,20 @@ class ValidationBatches:
     """Number of tokens in each row."""
     microbatch_size: int
     """Number of rows in each batch."""
-    starts: Sequence[int]
-    """Position of the first token of every window, in the order in which windows are read."""
+    parts: tuple[ValidationPart, ...]
+    """The parts, in the order in which they are read."""
+
+    @cached_property
+    def _first_batches(self) -> list[int]:
+        """Returns the index of the first batch of every part, and the number of all batches."""
+        return list(accumulate((-(-len(part.starts) // self.microbatch_size) for part in self.parts), initial=0))
 
     def __len__(self) -> int:
-        return -(-len(self.starts) // self.microbatch_size)
+        return self._first_batches[-1]
+
+    def indices(self, part: int) -> range:
+        """Returns the indices of the batches of a part."""
+        return range(self._first_batches[part], self._first_batches[part + 1])
 
     def num_tokens(self, index: int) -> int:
         """Returns the number of targets that count in the loss, in one batch."""
@@ -155,7 +174,7 @@ class ValidationBatches:
     def __call__(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of the same shape as in `Batches`.
 
-        In the last batch, missing rows are filled with zeros, and their targets are IGNORE.
+        In the last batch of a part, missing rows are filled with zeros, and their targets are IGNORE.
         """
         inputs, targets = _read(self.tokens, self._starts(index), self.sequence_length)
         missing = (self.microbatch_size - len(inputs), self.sequence_length)
@@ -165,7 +184,9 @@ class ValidationBatches:
     def _starts(self, index: int) -> Sequence[int]:
         if not 0 <= index < len(self):
             raise IndexError(f"validation batch {index} of {len(self)}")
-        return self.starts[index * self.microbatch_size : (index + 1) * self.microbatch_size]
+        part = bisect_right(self._first_batches, index) - 1
+        first = (index - self._first_batches[part]) * self.microbatch_size
+        return self.parts[part].starts[first : first + self.microbatch_size]
 
 
 def validation_batches(
@@ -174,12 +195,14 @@ def validation_batches(
     microbatch_size: int,
     max_batches: int | None = None,
     sources: Sequence[Source] = (),
+    per_source: bool = False,
 ) -> ValidationBatches:
     """Returns batches that contain every held-out window once, in the order of the tokens.
 
-    max_batches: only the first `max_batches` batches are used. None means all. sources: mixed sources whose held-out
-    parts make up `tokens`. They are mixed by their weights as long as they have windows, so that the first batches are
-    like those of the training.
+    max_batches: only the windows of the first `max_batches` batches are used. None means all. sources: mixed sources
+    whose held-out parts make up `tokens`. They are mixed by their weights as long as they have windows, so that the
+    first batches are like those of the training. per_source: the same windows, but each source is a part of its own, in
+    batches of its own.
     """
     _check_positive(sequence_length=sequence_length, microbatch_size=microbatch_size)
     if max_batches is not None:
@@ -193,7 +216,12 @@ def validation_batches(
         starts: Sequence[int] = range(0, num_windows * sequence_length, sequence_length)
     else:
         starts = _mixed_starts(parts, sequence_length, limit)
-    return ValidationBatches(tokens, sequence_length, microbatch_size, starts)
+    chosen: tuple[ValidationPart, ...] = (ValidationPart("", starts),)
+    if per_source and len(parts) > 1:
+        ends = list(accumulate(part.num_held_out for part in parts))
+        by_source = [[start for start in starts if bisect_right(ends, start) == i] for i in range(len(parts))]
+        chosen = tuple(ValidationPart(part.name, own) for part, own in zip(parts, by_source, strict=True) if own)
+    return ValidationBatches(tokens, sequence_length, microbatch_size, chosen)
 
 
 def _mixed_starts(parts: Sequence[Source], sequence_length: int, limit: int) -> list[int]:

@@ -51,6 +51,8 @@ class Corpus:
     """Content of the tokenizer's file. None means that there is no such file, or that its path is unknown."""
     sources: tuple[Source, ...] = ()
     """Sources to mix by weight, in the order of `train`. Empty: all tokens are one source."""
+    held_out_sources: tuple[Source, ...] = ()
+    """Sources that `validation` consists of, in its order. Empty: those of `sources`, or a single one."""
     end_of_text: int | None = None
     """Id that ends a document. None means that none does, or that it is unknown."""
 
@@ -82,11 +84,16 @@ def load_corpus(config: DataConfig) -> Corpus:
 
     together = [(source,) for source in config.sources] if config.weights else [config.sources]
     groups = [[] if builtin else expand(sources, "data.sources") for sources in together]
-    held_out_files = expand(config.validation_sources, "data.validation_sources") if config.validation_sources else []
-    _check_groups(groups)
+    held_out_groups = [expand((source,), "data.validation_sources") for source in config.validation_sources]
+    held_out_files = [file for files in held_out_groups for file in files]
+    _check_groups(groups, "under two weights: leave it in one source")
+    _check_groups(held_out_groups, "twice: name it once", "data.validation_sources")
     _check_files([file for files in groups for file in files], held_out_files, builtin)
     divided = [_read_builtin(config) if builtin else _read_files(files, config) for files in groups]
-    held_out_parts = [replace(part, held_out=True) for part in _read_files(held_out_files, config)]
+    held_out_divided = [
+        [replace(part, held_out=True) for part in _read_files(files, config)] for files in held_out_groups
+    ]
+    held_out_parts = [part for parts in held_out_divided for part in parts]
     every = [part for parts in divided for part in parts] + held_out_parts
 
     if len(tokenizers := sorted({part.tokenizer for part in every})) > 1:
@@ -120,6 +127,10 @@ def load_corpus(config: DataConfig) -> Corpus:
         )
         if config.weights
         else (),
+        tuple(
+            Source(name, 1.0, 0, sum(len(part.ids) for part in parts))
+            for name, parts in zip(config.validation_sources, held_out_divided, strict=True)
+        ),
         _end_of_text(every, config, kept, largest),
     )
 
@@ -160,12 +171,12 @@ def _check_weights(config: DataConfig) -> None:
     turns(config.weights)  # raises an error if they cannot be used
 
 
-def _check_groups(groups: list[list[Path]]) -> None:
+def _check_groups(groups: list[list[Path]], fault: str, field: str = "data.sources") -> None:
     seen: set[Path] = set()
     for files in groups:
         own = {file.resolve() for file in files}
         if both := own & seen:
-            raise DataError(f"data.sources names {str(min(both))!r} under two weights: leave it in one source.")
+            raise DataError(f"{field} names {str(min(both))!r} {fault}.")
         seen |= own
 
 

@@ -187,7 +187,9 @@ class Metrics:
             converted = {} if self._bits_per_byte is None else {"val_bits_per_byte": self._bits_per_byte(report.loss)}
             self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted | values)
             said = loss_said(report.loss, converted.get("val_bits_per_byte"))
-            self._screen.print(f"validation loss {said} after step {report.step + 1}")
+            parts = ", ".join(f"{Path(name).name} {loss:.4f}" for name, loss in values.get("val_losses", {}).items())
+            said += f" after step {report.step + 1}" + (f": {parts}" if parts else "")
+            self._screen.print(f"validation loss {said}")
             for sample in values.get("samples", ()):
                 self._screen.print(f"  {sample['prompt']!r} -> {sample['text']!r}")
 

@@ -89,6 +89,7 @@ def summarise(
     losses: list[float],
     val_loss: float | None,
     val_bits_per_byte: float | None,
+    val_losses: dict[str, float],
     first_step: int,
     seconds: float,
     earlier_seconds: float,
@@ -97,7 +98,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Returns the content of summary.json.
 
-    first_step, seconds: first step and duration of the training since this process started, in all its layouts.
+    val_losses: validation loss by source, if the run evaluates each. first_step, seconds: first step and duration of
+    the training since this process started, in all its layouts.
     earlier_seconds: duration of the steps before, if the run was resumed.
     """
     end = pipeline.end
@@ -124,6 +126,7 @@ def summarise(
         "last_loss": statistics.fmean(tail) if tail else None,
         "val_loss": val_loss,
         "val_bits_per_byte": val_bits_per_byte,
+        **({"val_losses": val_losses} if val_losses else {}),
         "seconds": whole_seconds,
         "tokens_per_second": tokens / whole_seconds,
         "since_start": {"tokens": tokens_per_step * (end - first_step), "seconds": seconds},

@@ -1,7 +1,7 @@
 """The engine: executes one stage's part of a schedule, with its weight versions and updates."""
 
 from .checkpoints import Checkpoints
-from .executor import Evaluation, EvaluationReport, StepReport
+from .executor import Evaluation, EvaluationPart, EvaluationReport, StepReport
 from .partition import PartitionError, partition
 from .pipeline import Pipeline
 from .reduction import Requests
@@ -10,6 +10,7 @@ from .sampling import Samples
 __all__ = [
     "Checkpoints",
     "Evaluation",
+    "EvaluationPart",
     "EvaluationReport",
     "PartitionError",
     "Pipeline",

@@ -6,10 +6,12 @@ only to announce the messages that they will need, so that the messages arrive w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +89,8 @@ class EvaluationReport:
     """Index of the step after which it was evaluated, from 0."""
     loss: float | None
     """Loss of the evaluation set. None on all stages but the last."""
+    part_losses: tuple[float, ...] = ()
+    """Loss of each of `Evaluation.parts`. Empty on all stages but the last."""
     samples: tuple[tuple[int, ...], ...] = ()
     """Token ids that continue each prompt of `Evaluation.samples`. Empty on all stages but the last."""
 
@@ -99,6 +103,16 @@ class InFlight:
     version: int
     inputs: Message
     outputs: Message
+
+
+@dataclass(frozen=True)
+class EvaluationPart:
+    """A part of the held-out data whose loss is also reported on its own, such as one of several corpora."""
+
+    num_batches: int
+    """Number of batches. The first part has the first batches, and so on."""
+    scale: float | None = None
+    """Factor of every batch's loss in the sum. None means 1 / num_batches, which gives their mean."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,8 @@ class Evaluation:
     samples: Samples | None = None
     """Prompts to continue after the batches, with the same weights. The model must be causal and return logits. Not for
     pipedream and paci, whose stages evaluate different weights."""
+    parts: tuple[EvaluationPart, ...] = ()
+    """Parts whose losses are reported too. Empty, or as many batches as there are in all."""
 
     @property
     def num_actions(self) -> int:
@@ -125,6 +141,12 @@ class Evaluation:
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * (1 / max(1, self.num_batches) if self.scale is None else self.scale)
+
+    def scaled_in_part(self, loss: Tensor, index: int) -> tuple[int, Tensor]:
+        """Returns the part to which a batch belongs, and its loss as a summand of the part's."""
+        number = bisect_right(list(accumulate(part.num_batches for part in self.parts)), index)
+        part = self.parts[number]
+        return number, loss * (1 / part.num_batches if part.scale is None else part.scale)
 
 
 @dataclass(frozen=True)
@@ -196,7 +218,8 @@ class Executor:
         """Parameters whose gradients are summed with those of other stages or replicas. None means all of them."""
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
-        self._evaluation_loss: Tensor | None = None
+        self._evaluation_losses: list[Tensor] = []
+        """Loss of the evaluation set so far, and of each of its parts. Empty on all stages but the last."""
         self._evaluated: nn.Module | None = None
         self._sampler: Sampler | None = None
         self._last_evaluated = schedule.first_step - 2
@@ -446,8 +469,7 @@ class Executor:
             if self._is_last and self._sampler is not None:
                 self._sampler.draw(outputs, lambda: f"the logits of {action}")
             elif self._is_last:
-                loss = evaluation.scaled(self._task.loss(outputs, targets))
-                self._evaluation_loss = loss if self._evaluation_loss is None else self._evaluation_loss + loss
+                self._add_evaluated(evaluation, action.microbatch, self._task.loss(outputs, targets))
         self.clock.enter(Activity.OTHER)
         if not self._is_last:
             self._transport.forward_out.send(
@@ -457,13 +479,25 @@ class Executor:
             return None
         self._last_evaluated = action.version - 1
         self._evaluated = None
-        total, self._evaluation_loss = self._evaluation_loss, None
+        losses, self._evaluation_losses = self._evaluation_losses, []
         sampler, self._sampler = self._sampler, None
-        if total is not None:
-            waiting = lambda: f"the loss of {action}"  # noqa: E731
-            total = fetch(total, self._transport.stage, self._transport.timeout_seconds, waiting)
-        samples = sampler.continuations() if sampler is not None and self._is_last else ()
-        return EvaluationReport(action.version - 1, None if total is None else total.item(), samples)
+        if not losses:
+            return EvaluationReport(action.version - 1, None)
+        waiting = lambda: f"the loss of {action}"  # noqa: E731
+        fetched = fetch(torch.stack(losses), self._transport.stage, self._transport.timeout_seconds, waiting)
+        total, *parts = fetched.tolist()
+        return EvaluationReport(
+            action.version - 1, total, tuple(parts), () if sampler is None else sampler.continuations()
+        )
+
+    def _add_evaluated(self, evaluation: Evaluation, index: int, loss: Tensor) -> None:
+        """Adds the loss of a batch to that of the evaluation set, and to that of its part."""
+        if not self._evaluation_losses:
+            self._evaluation_losses = [torch.zeros_like(loss) for _ in range(1 + len(evaluation.parts))]
+        self._evaluation_losses[0] = self._evaluation_losses[0] + evaluation.scaled(loss)
+        if evaluation.parts:
+            number, summand = evaluation.scaled_in_part(loss, index)
+            self._evaluation_losses[1 + number] = self._evaluation_losses[1 + number] + summand
 
     def _sequences(self, action: Action, index: int) -> Tensor | None:
         """Returns the inputs of an action that draws a token. The first stage waits for the token before."""

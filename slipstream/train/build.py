@@ -216,7 +216,17 @@ def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches,
         length,
         "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
     )
-    return batches, validation_batches(corpus.validation, length, size, config.evaluation.batches, corpus.sources)
+    per_source = config.evaluation.per_source
+    parts = corpus.held_out_sources if per_source and corpus.held_out_sources else corpus.sources
+    held_out = validation_batches(
+        corpus.validation, length, size, config.evaluation.batches, parts, per_source=per_source
+    )
+    if per_source and len(held_out.parts) < 2:
+        raise ConfigError(
+            "evaluation.per_source = true finds one source of held-out text: name several in data.validation_sources, "
+            "or mix several by data.weights"
+        )
+    return batches, held_out
 
 
 def _samples(config: Config, model: ModelSpec, corpus: Corpus) -> Samples | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from ..observe.metrics import Metrics, writes_metrics
 from ..observe.status_file import status_file
 from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
 from ..observe.torch_profile import TorchProfile
-from ..pipeline import Evaluation, Pipeline, Requests, StepReport
+from ..pipeline import Evaluation, EvaluationPart, EvaluationReport, Pipeline, Requests, StepReport
 from ..transport.base import Transport
 from ..transport.world import World
 from .build import Components
@@ -158,6 +158,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
     val_loss: float | None = None
+    details: dict[str, Any] = {}
     traced = folder / "profile" / f"stage-{transport.stage}.replica-{transport.replica}.json"
     profile = TorchProfile(traced, profiled_steps(run.config), screen.print)
     try:
@@ -173,8 +174,8 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             else:
                 val_loss = report.loss
                 if metrics:
-                    samples = _texts(config, components, report.samples)
-                    metrics.log(report, **{"samples": samples} if samples else {})
+                    details = _details(config, components, report)
+                    metrics.log(report, **details)
     except Exception as error:
         with suppress(OSError):
             leave_actions(folder, transport, pipeline, error)
@@ -207,6 +208,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             losses,
             val_loss,
             bits,
+            details.get("val_losses", {}),
             run.first_step,
             seconds,
             earlier,
@@ -220,15 +222,20 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     return None
 
 
-def _texts(config: Config, components: Components, samples: Sequence[Sequence[int]]) -> list[dict[str, str]]:
-    """Returns the samples of an evaluation as text."""
-    if not samples:
-        return []
-    codec = Codec(components.tokenizer, components.tokenizer_json, "evaluation.prompts")
-    return [
-        {"prompt": prompt, "text": codec.decode(ids)}
-        for prompt, ids in zip(config.evaluation.prompts, samples, strict=True)
-    ]
+def _details(config: Config, components: Components, report: EvaluationReport) -> dict[str, Any]:
+    """Returns the losses of an evaluation by source and its samples as text, if there are any."""
+    details: dict[str, Any] = {}
+    if report.part_losses:
+        assert components.validation is not None
+        names = [part.name for part in components.validation.parts]
+        details["val_losses"] = dict(zip(names, report.part_losses, strict=True))
+    if report.samples:
+        codec = Codec(components.tokenizer, components.tokenizer_json, "evaluation.prompts")
+        details["samples"] = [
+            {"prompt": prompt, "text": codec.decode(ids)}
+            for prompt, ids in zip(config.evaluation.prompts, report.samples, strict=True)
+        ]
+    return details
 
 
 def _say_where_it_stopped(
@@ -315,6 +322,16 @@ def _evaluation(config: Config, components: Components) -> Evaluation | None:
     validation = components.validation
     if validation is None:
         return None
-    num_tokens = sum(map(validation.num_tokens, range(len(validation))))
-    every_steps = config.evaluation.every_steps
-    return Evaluation(validation, len(validation), every_steps, 1 / num_tokens, components.samples)
+
+    def scale(indices: range) -> float:
+        return 1 / sum(map(validation.num_tokens, indices))
+
+    parts = map(validation.indices, range(len(validation.parts)))
+    return Evaluation(
+        validation,
+        len(validation),
+        config.evaluation.every_steps,
+        scale(range(len(validation))),
+        components.samples,
+        tuple(EvaluationPart(len(part), scale(part)) for part in parts) if len(validation.parts) > 1 else (),
+    )

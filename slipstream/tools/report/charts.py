@@ -67,9 +67,11 @@ def _loss_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
         metrics = run.metrics
         lines.append(series(_label(runs, run, "training"), index, metrics.steps, metrics.column("loss")))
         steps, losses = metrics.validation_steps, metrics.validation_losses
-        lines.append(
-            series(_label(runs, run, "held out"), index, steps, losses, variant=1, marks=len(steps) <= MAX_MARKS)
-        )
+        held_out = {"held out": losses} | {f"held out, {name}": part for name, part in metrics.validation_parts.items()}
+        lines += [
+            series(_label(runs, run, name), index, steps, column, variant, marks=len(steps) <= MAX_MARKS)
+            for variant, (name, column) in enumerate(held_out.items(), 1)
+        ]
     return lines
 
 

@@ -7,10 +7,10 @@ import json
 import math
 import tomllib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ MAX_SPANS = 12_000
 LETTERS = {op.name.lower(): str(op) for op in Op} | {"evaluation": str(Op.EVALUATE), "wait": "W"}
 """Letter of an event on the timeline, by the event's category in the trace."""
 
+Name = TypeVar("Name")
+
 Key = tuple[str, ...]
 """Path of a number in the JSON object of an update, such as ("learning_rates", "matrices")."""
 
@@ -39,6 +41,8 @@ class Metrics:
     columns: dict[Key, Column]
     validation_steps: Column
     validation_losses: Column
+    validation_parts: dict[str, Column] = field(default_factory=dict)
+    """Validation loss of every source at `validation_steps`, if a run evaluates each."""
     is_torn: bool = False
     """Whether the last line is incomplete because the run was still writing it."""
 
@@ -135,6 +139,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Metrics:
     steps, validation_steps, validation_losses = array("d"), array("d"), array("d")
     columns: dict[Key, array[float]] = {}
+    parts: dict[str, array[float]] = {}
     is_torn = False
     for number, line in enumerate(_lines(path), 1):
         advance(len(line))
@@ -153,16 +158,31 @@ def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: 
         if "val_loss" in row:
             validation_steps.append(step)
             validation_losses.append(_number(row["val_loss"]))
+            by_source = {key[1]: value for key, value in _flat(row) if key[0] == "val_losses" and len(key) == 2}
+            _add(parts, by_source, len(validation_steps) - 1)
             continue
-        for key, value in _flat(row):
-            column = columns.setdefault(key, array("d"))
-            column.extend([math.nan] * (len(steps) - len(column)))
-            column.append(value)
+        _add(columns, dict(_flat(row)), len(steps))
         steps.append(step)
-    for column in columns.values():
-        column.extend([math.nan] * (len(steps) - len(column)))
-    as_columns = {key: np.array(column) for key, column in columns.items()}
-    return Metrics(np.array(steps), as_columns, np.array(validation_steps), np.array(validation_losses), is_torn)
+    return Metrics(
+        np.array(steps),
+        _filled(columns, len(steps)),
+        np.array(validation_steps),
+        np.array(validation_losses),
+        _filled(parts, len(validation_steps)),
+        is_torn,
+    )
+
+
+def _add(columns: dict[Name, array[float]], row: Mapping[Name, float], index: int) -> None:
+    """Adds the row `index`. A column that begins with it, or has gaps before it, is filled with nan."""
+    for key, value in row.items():
+        column = columns.setdefault(key, array("d"))
+        column.extend([math.nan] * (index - len(column)))
+        column.append(value)
+
+
+def _filled(columns: Mapping[Name, array[float]], length: int) -> dict[Name, Column]:
+    return {key: np.array([*column, *[math.nan] * (length - len(column))]) for key, column in columns.items()}
 
 
 def _lines(path: Path) -> Iterator[bytes]:
