@@ -74,14 +74,14 @@ def main() -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain bytes that cannot be encoded
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
-    if arguments[0] == "--version":
-        print(f"slipstream {version('slipstream')}")
-        return 0
-    command = arguments[0]
+    command = arguments[0] if arguments else "--help"
     try:
+        if command in ("-h", "--help"):
+            print(__doc__, flush=True)
+            return 0
+        if command == "--version":
+            print(f"slipstream {version('slipstream')}", flush=True)
+            return 0
         if command not in COMMANDS:
             close = difflib.get_close_matches(command, COMMANDS, n=1)
             remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"

@@ -3,7 +3,8 @@
     pip install 'slipstream[log]'
     slipstream train --run.sinks tensorboard wandb
 
-Every number of a row becomes a value of its own: `loss`, `gradient_norms/matrices`, `utilisations/0`. None is left out.
+Every number of a row becomes a value of its own: `loss/train`, `optimizer/gradient_norms/matrices`,
+`stages/utilisations/0`. None is left out. The part before the first slash is the group under which a logger shows it.
 The libraries are imported only in the process that writes the metrics. A resumed run continues where it has logged
 before.
 """
@@ -24,6 +25,24 @@ from ..errors import ConfigError
 
 LIBRARIES = {"tensorboard": ("tensorboardX", "tensorboard"), "wandb": ("wandb",), "trackio": ("trackio",)}
 """Libraries of each logger, by its name in `run.sinks`. One of them is enough."""
+
+TAGS = {
+    "loss": "loss/train",
+    "val_loss": "loss/validation",
+    "val_bits_per_byte": "loss/validation_bits_per_byte",
+    **{
+        field: f"{group}/{field}"
+        for group, fields in {
+            "optimizer": "gradient_norms learning_rates skipped",
+            "prediction": "best_error_feedback delay update_cosines",
+            "speed": "mfu seconds tokens tokens_per_second",
+            "stages": "expected_utilisation memory_bytes utilisations",
+        }.items()
+        for field in fields.split()
+    },
+}
+"""Names that loggers show for fields of a row. TensorBoard sorts groups by name and opens the first two: these are the
+losses and the optimizer. Other fields keep their names."""
 
 PROJECT = "slipstream"
 """Project in which W&B and trackio show all runs."""
@@ -56,7 +75,8 @@ def numbers(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iter
 def logged(row: Mapping[str, Any]) -> dict[str, int | float]:
     """Returns the numbers of a row that are values. Step and time are left out, because every logger has an axis for
     them."""
-    return {name: value for name, value in numbers(row) if name not in ("step", "time")}
+    fields = {TAGS.get(field, field): value for field, value in row.items() if field not in ("step", "time")}
+    return dict(numbers(fields))
 
 
 class TensorBoard:

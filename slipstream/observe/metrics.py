@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from ..pipeline import EvaluationReport, Pipeline, StepReport
 from ..pipeline.clock import TimeSplit
@@ -25,6 +25,9 @@ from .utilisation import UtilisationReport, explain_utilisation
 
 NUM_RECENT_STEPS = 16
 """Number of recent steps whose measured costs the expected utilisation and the speed are computed from."""
+
+BAR_WIDTH = 12
+"""Number of columns of the progress bar."""
 
 
 class Metrics:
@@ -87,12 +90,15 @@ class Metrics:
         self._schedule = schedule
         self._recent: deque[tuple[TimeSplit, ...]] = deque(maxlen=NUM_RECENT_STEPS)
         self._seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        """Seconds of each of the last steps."""
+        """Seconds of each of the last steps, without those that an evaluation made longer."""
+        self._evaluation_seconds: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        """Seconds by which each of the last evaluations made a step longer."""
+        self._evaluations_per_step = len(schedule.evaluate_after) / num_steps if num_steps else 0.0
+        self._has_evaluated = False
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
+            BarColumn(BAR_WIDTH),
             TextColumn("{task.description}"),
-            TimeRemainingColumn(),
             console=screen,
             disable=not screen.is_terminal,
         )
@@ -115,7 +121,11 @@ class Metrics:
         seconds, self._last = now - self._last, now
         done = report.step + 1
         if self._first_step + 1 < done < self._num_steps:  # the first step fills the pipeline, the last drains it
-            self._seconds.append(seconds)
+            if self._has_evaluated and self._seconds and self._evaluations_per_step < 0.5:
+                self._evaluation_seconds.append(max(0.0, seconds - statistics.fmean(self._seconds)))
+            else:
+                self._seconds.append(seconds)
+        self._has_evaluated = False
         self._expect(report)
         self._write(
             step=done,
@@ -137,29 +147,38 @@ class Metrics:
             memory_bytes=report.memory,
             **{"learning_rates": {}} | values,
         )
-        busy = [u for u in report.utilisations if math.isfinite(u)]
-        share = f"  stages busy {sum(busy) / len(busy):.0%}" if busy else ""
-        if busy and self.utilisation:
-            share += f" ({self.utilisation.expected:.0%} possible)"
-        line = f"loss {report.loss:.4f}{self._steps_said(report, values.get('learning_rates', {}))}{share}"
-        self._progress.update(self._task, completed=done, description=line)
-        if not self._screen.is_terminal and (
-            done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps)
-        ):
-            left = statistics.fmean(self._seconds) * (self._num_steps - done) if self._seconds else 0.0
-            self._screen.print(f"step {done}/{self._num_steps}  {line}" + (f"  {_time(left)} left" if left else ""))
+        said = self._said(report, values.get("learning_rates") or {})
+        if self._screen.is_terminal:
+            width = self._screen.width - len(f"step {self._num_steps}/{self._num_steps}") - BAR_WIDTH - 2
+            self._progress.update(self._task, completed=done, description=_fitted(said, width))
+        elif done % self._log_every == 0 or done in (self._first_step + 1, self._num_steps):
+            self._screen.print("  ".join([f"step {done}/{self._num_steps}", *said]))
 
-    def _steps_said(self, report: StepReport, learning_rates: dict[str, float]) -> str:
-        """Returns learning rate, gradient norm, speed and MFU over the last steps, and the memory of the largest stage,
-        as text."""
+    def _said(self, report: StepReport, learning_rates: Mapping[str, float]) -> dict[str, int]:
+        """Returns what the progress line says, in order. Each text has the number of others that matter more where a
+        terminal is too narrow for all."""
         norms = report.gradient_norms.values() if self._schedule.global_update else ()
-        said = f"  lr {next(iter(learning_rates.values())):.3g}" if learning_rates else ""
-        said += f"  grad norm {math.hypot(*norms):.3g}" if norms else ""
-        if (speed := self._speed()) is not None:
-            said += f"  {speed:,.0f} tokens/s"
-        if (mfu := self._mfu()) is not None:
-            said += f"  MFU {mfu:.0%}"
-        return f"{said}  memory {max(report.memory) / 2**30:.1f} GiB"
+        busy = [u for u in report.utilisations if math.isfinite(u)]
+        possible = f" ({self.utilisation.expected:.0%} possible)" if self.utilisation else ""
+        speed, mfu, left = self._speed(), self._mfu(), self._seconds_left(report.step + 1)
+        said = {
+            f"loss {report.loss:.4f}": 0,
+            f"lr {next(iter(learning_rates.values())):.3g}" if learning_rates else "": 6,
+            f"grad norm {math.hypot(*norms):.3g}" if norms else "": 7,
+            "" if speed is None else f"{speed:,.0f} tokens/s": 2,
+            "" if mfu is None else f"MFU {mfu:.0%}": 3,
+            f"memory {max(report.memory) / 2**30:.1f} GiB": 4,
+            f"stages busy {sum(busy) / len(busy):.0%}{possible}" if busy else "": 5,
+            f"{_time(left)} left" if left else "": 1,
+        }
+        return {text: rank for text, rank in said.items() if text}
+
+    def _seconds_left(self, done: int) -> float:
+        """Returns how long the rest of the run takes, if its steps and evaluations take as long as the last ones. 0
+        means unknown, or that nothing is left."""
+        evaluation = statistics.fmean(self._evaluation_seconds) if self._evaluation_seconds else 0.0
+        step = statistics.fmean(self._seconds) if self._seconds else 0.0
+        return (step + evaluation * self._evaluations_per_step) * (self._num_steps - done)
 
     def _mfu(self) -> float | None:
         """Returns the model FLOPs utilisation over the last steps: the model's FLOPs divided by what all devices could
@@ -168,7 +187,7 @@ class Metrics:
         return None if speed is None or self._peak is None else speed / self._peak
 
     def _speed(self) -> float | None:
-        """Returns the tokens per second over the last steps."""
+        """Returns the tokens per second over the last steps, without evaluations."""
         return self._tokens_per_step / statistics.fmean(self._seconds) if self._seconds else None
 
     def _expect(self, report: StepReport) -> None:
@@ -183,6 +202,7 @@ class Metrics:
             self.utilisation = explain_utilisation(self._schedule, list(self._recent))
 
     def _evaluation(self, report: EvaluationReport, values: dict[str, Any]) -> None:
+        self._has_evaluated = True
         if report.loss is not None:
             converted = {} if self._bits_per_byte is None else {"val_bits_per_byte": self._bits_per_byte(report.loss)}
             self._write(step=report.step + 1, time=round(time.time(), 3), val_loss=report.loss, **converted | values)
@@ -223,6 +243,14 @@ def writes_metrics(transport: Transport) -> bool:
 def loss_said(loss: float, bits_per_byte: float | None) -> str:
     """Returns a validation loss as text, with its bits per byte if they are known."""
     return f"{loss:.4f}" + ("" if bits_per_byte is None else f" ({bits_per_byte:.4f} bits per byte)")
+
+
+def _fitted(texts: Mapping[str, int], width: int) -> str:
+    """Returns as many texts as fit into a line. Those with the largest numbers are left out first."""
+    kept = dict(texts)
+    while len(kept) > 1 and len("  ".join(kept)) > width:
+        del kept[max(kept, key=kept.__getitem__)]
+    return "  ".join(kept)
 
 
 def _time(seconds: float) -> str:

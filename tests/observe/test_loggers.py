@@ -70,11 +70,11 @@ def test_every_number_of_a_row_has_a_name_and_none_is_left_out():
     row |= {"gradient_norms": {"matrices": 0.5, "rest": None}, "utilisations": [None, 0.75], "note": "text"}
     row |= {"stage_seconds": [{"forward": 1.0}, {"forward": 2.0}], "update_cosines": {}}
     assert logged(row) == {
-        "loss": 2.5,
-        "skipped": 1,
-        "delay": 1,
-        "gradient_norms/matrices": 0.5,
-        "utilisations/1": 0.75,
+        "loss/train": 2.5,
+        "optimizer/skipped": 1,
+        "prediction/delay": 1,
+        "optimizer/gradient_norms/matrices": 0.5,
+        "stages/utilisations/1": 0.75,
         "stage_seconds/0/forward": 1.0,
         "stage_seconds/1/forward": 2.0,
     }
@@ -105,7 +105,7 @@ def scalars(events: list) -> dict:
         if event.HasField("session_log"):
             shown = {key: value for key, value in shown.items() if key[0] < event.step}
         for value in event.summary.value:
-            assert (event.step, value.tag) not in shown or "val_" in value.tag
+            assert (event.step, value.tag) not in shown or "validation" in value.tag
             shown[event.step, value.tag] = (value.simple_value, event.wall_time)
     return shown
 
@@ -121,7 +121,9 @@ def test_tensorboard_has_every_number_of_metrics_jsonl(tiny):
     assert {key: value for key, (value, _) in shown.items()} == {
         key: float32(value) for key, value in expected(rows).items()
     }
-    assert {"loss", "val_loss", "gradient_norms/matrices", "stage_seconds/1/forward"} <= {name for _, name in shown}
+    assert {"loss/train", "loss/validation", "optimizer/gradient_norms/matrices", "stage_seconds/1/forward"} <= {
+        name for _, name in shown
+    }
     assert {(step, time) for (step, _), (_, time) in shown.items()} == {(row["step"], row["time"]) for row in rows}
 
 
@@ -137,7 +139,7 @@ def test_a_resumed_run_continues_in_the_same_tensorboard(tiny):
     assert {key: value for key, (value, _) in shown.items()} == {
         key: float32(value) for key, value in expected(rows_of(tiny)).items()
     }
-    assert {step for step, name in shown if name == "loss"} == {1, 2, 3, 4, 5, 6}
+    assert {step for step, name in shown if name == "loss/train"} == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.filterwarnings("default")  # of TensorBoard's own libraries
@@ -157,8 +159,13 @@ def test_tensorboard_itself_hides_the_steps_that_are_made_again(library, tmp_pat
         sink.close()
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert [(event.step, event.value) for event in found.Scalars("val_loss")] == [(2, 2.5)]
+    assert [(event.step, event.value) for event in found.Scalars("loss/train")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 4.0),
+    ]
+    assert [(event.step, event.value) for event in found.Scalars("loss/validation")] == [(2, 2.5)]
 
 
 # ---- W&B and trackio
@@ -193,7 +200,7 @@ def test_a_resumed_run_continues_under_the_same_name_and_an_overwritten_one_does
     train(changed(config, run__overwrite=True))
     first, resumed, overwritten = [call[1][key] for call in recorder.calls if call[0] == "init"]
     assert first == resumed != overwritten
-    assert [call[1] for call in recorder.calls if call[0] == "log" and "loss" in call[2]] == [1, 2, 3, 1, 2]
+    assert [call[1] for call in recorder.calls if call[0] == "log" and "loss/train" in call[2]] == [1, 2, 3, 1, 2]
 
 
 @pytest.mark.parametrize("recorder", ["wandb"], indirect=True)
@@ -273,3 +280,15 @@ def test_a_folder_of_a_librarys_name_is_no_library(tiny, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match="needs wandb"):
         loggers.check_library("wandb")
+
+
+def test_a_logger_has_few_groups_and_the_losses_come_first(tiny):
+    train(tiny)
+    names = {name for row in rows_of(tiny) for name in logged(row)}
+    groups = ["loss", "optimizer", "prediction", "speed", "stage_seconds", "stages"]
+    assert sorted({name.split("/")[0] for name in names}) == groups
+    assert {name for name in names if name.startswith("loss/")} == {
+        "loss/train",
+        "loss/validation",
+        "loss/validation_bits_per_byte",
+    }

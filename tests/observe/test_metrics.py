@@ -17,7 +17,7 @@ from slipstream.observe.console import Screen
 from slipstream.observe.metrics import Metrics, finite
 from slipstream.pipeline import EvaluationReport
 from slipstream.pipeline.clock import TimeSplit
-from slipstream.schedule import Schedule
+from slipstream.schedule import EvaluationSteps, Schedule
 
 SCHEDULE = Schedule("two_bw", num_stages=2, num_microbatches=2, num_steps=2)
 
@@ -90,6 +90,45 @@ def test_a_terminal_gets_a_progress_bar_and_a_line_for_every_evaluation(tmp_path
     said = text.getvalue()
     assert "step 2/2" in said and "━" in said and "validation loss 2.2500 after step 1\n" in said
     assert "step 2/2  loss" not in said
+
+
+@pytest.mark.parametrize(("width", "said"), [
+    (50, "loss 2.5000  2 s left"),
+    (60, "loss 2.5000  64 tokens/s  2 s left"),
+    (82, "loss 2.5000  64 tokens/s  MFU 50%  memory 1.5 GiB  2 s left"),
+    (105, "loss 2.5000  64 tokens/s  MFU 50%  memory 1.5 GiB  stages busy 75%  2 s left"),
+    (200, "loss 2.5000  lr 0.1  grad norm inf  64 tokens/s  MFU 50%  memory 1.5 GiB  stages busy 75%  2 s left"),
+])  # fmt: skip
+def test_a_narrow_terminal_leaves_out_whole_fields_and_never_the_time_left(width, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    text = io.StringIO()
+    terminal = Console(file=text, force_terminal=True, width=width, highlight=False)
+    metrics = metrics_of(tmp_path, Schedule("two_bw", 2, 2, 4), screen=terminal, peak_tokens_per_second=128.0)
+    for step in range(2):
+        metrics.log(step_report(step), learning_rates={"all": 0.1})
+    metrics.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
+    assert f"{said}\n" in re.sub(r" +\n", "\n", shown) and "…" not in shown
+
+
+def test_an_evaluation_counts_in_the_time_left_and_not_in_the_speed(tmp_path, capsys, monkeypatch):
+    """Or a long evaluation would slow down the next sixteen steps, and the run would seem to take hours longer."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    steps = EvaluationSteps(100, 10)
+    metrics = metrics_of(tmp_path, Schedule("two_bw", 2, 2, 100, evaluate_after=steps, num_evaluations=2))
+    for step in range(15):
+        now[0] += 2.0
+        if step == 10:
+            metrics.log(EvaluationReport(9, 2.25))
+            now[0] += 30.0
+        metrics.log(step_report(step))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert all("  32 tokens/s  " in line for line in lines[1:])
+    assert lines[9].endswith("  3 min left") and lines[14].endswith(f"  {round((85 * 2 + 8.5 * 30) / 60)} min left")
+    metrics.close()
 
 
 def test_a_run_goes_on_when_nobody_reads_it(monkeypatch):
