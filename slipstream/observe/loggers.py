@@ -30,6 +30,7 @@ TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/validation",
     "val_bits_per_byte": "loss/validation_bits_per_byte",
+    "val_losses": "loss/validation_of",
     **{
         field: f"{group}/{field}"
         for group, fields in {
