@@ -189,7 +189,7 @@ def test_wandb_gets_samples_as_a_table(recorder, tmp_path):
     samples = [{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d"}]
     WeightsAndBiases(tmp_path, {}).write({"step": 2, "time": 0.5, "val_loss": 1.5, "samples": samples})
     table = (["prompt", "text"], [["a", "b"], ["c", "d"]])
-    assert recorder.calls[-1] == ("log", 2, {"val_loss": 1.5, "samples": table})
+    assert recorder.calls[-1] == ("log", 2, {"loss/validation": 1.5, "samples": table})
 
 
 @pytest.mark.parametrize(("recorder", "key"), [("wandb", "id"), ("trackio", "name")], indirect=["recorder"])
