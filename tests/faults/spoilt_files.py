@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -437,14 +436,9 @@ def _checkpoint(dice: random.Random, folder: Path, templates: Path) -> Case:
     settings: dict[str, Any] = {"run.name": "base", "checkpoint.resume": True, "train.steps": STEPS + 1}
     command = _train(settings)
     newest = run / "checkpoints" / f"step-{STEPS:08d}"
-    if dice.random() < 0.4:
-        words = _damage(dice, newest)
-        # None that is damaged is taken: it is named, and the one before it is gone on from.
-        return Case(
-            f"checkpoint: damaged, {words}", command, codes=(0,), must_say="resuming from the checkpoint of step"
-        )
-    words = _forge(dice, newest)
-    return Case(f"checkpoint: forged, {words}", command)
+    words = _damage(dice, newest)
+    # None that is damaged is taken: it is named, and the one before it is gone on from.
+    return Case(f"checkpoint: damaged, {words}", command, codes=(0,), must_say="resuming from the checkpoint of step")
 
 
 def _damage(dice: random.Random, newest: Path) -> str:
@@ -468,83 +462,3 @@ def _damage(dice: random.Random, newest: Path) -> str:
     if how == "kind":
         return f"the folder: {_spoil_kind(dice, newest)}"
     return f"{path.name}: {_spoil(dice, path)}"
-
-
-def _forge(dice: random.Random, newest: Path) -> str:
-    """Whoever does this recomputes all digests: what is left is that nothing read is trusted."""
-    part = dice.choice(["stage-0", "stage-1"])
-    record_path, tensors_path = newest / f"{part}.json", newest / f"{part}.safetensors"
-    if dice.random() < 0.6:
-        record = json.loads(record_path.read_bytes())
-        if dice.random() < 0.85:
-            words, data = _spoil_json(dice, record["facts"][(key := dice.choice(["state", "state", "state", "run"]))])
-            record["facts"][key] = json.loads(data)
-        else:
-            words, data = _spoil_json(dice, record)
-            record = json.loads(data)
-        record_path.write_text(json.dumps(record))
-        words = f"{part}.json, {words}"
-    else:
-        words = f"{part}.safetensors, {_forge_tensors(dice, tensors_path)}"
-    _seal(newest, part)
-    return words
-
-
-def _forge_tensors(dice: random.Random, path: Path) -> str:
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    name = dice.choice([name for name in header if name != "__metadata__"])
-    entry = header[name]
-    how = dice.choice(["transpose", "flat", "rename", "dtype", "remove", "nan", "empty", "json", "swap names"])
-    if how == "transpose":
-        entry["shape"].reverse()
-    elif how == "flat":
-        size = 1
-        for dim in entry["shape"]:
-            size *= dim
-        entry["shape"] = dice.choice([[size], [size, 1], [1, size], [size, 1, 1]])
-    elif how == "rename":
-        header[dice.choice(["x", "master/x", "working/1/x", "working/x/y", "working/99/x", ""])] = header.pop(name)
-    elif how == "dtype":
-        entry["dtype"] = {"F32": dice.choice(["I32", "U32"]), "I64": "F64"}.get(entry["dtype"], "U8")
-    elif how == "nan":
-        start, end = entry["data_offsets"]
-        body = body[:start] + b"\xff" * (end - start) + body[end:]
-    elif how in ("remove", "empty"):
-        start, end = entry["data_offsets"]
-        body = body[:start] + body[end:]
-        for other in header.values():
-            offsets = other.get("data_offsets")
-            if offsets and offsets[0] >= end:
-                other["data_offsets"] = [offset - (end - start) for offset in offsets]
-        entry["shape"], entry["data_offsets"] = [0, 1 << 40], [start, start]
-        if how == "remove":
-            del header[name]
-    elif how == "json":
-        _, text = _spoil_json(dice, header)
-        header = json.loads(text)
-    else:
-        other_name = dice.choice([other for other in header if other not in (name, "__metadata__")])
-        header[name], header[other_name] = header[other_name], header[name]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-    return f"{name}: {how}"
-
-
-def _seal(newest: Path, part: str) -> None:
-    record_path, manifest_path = newest / f"{part}.json", newest / "manifest.json"
-    tensors = _stamp(newest / f"{part}.safetensors")
-    record = json.loads(record_path.read_bytes())
-    if isinstance(record, dict) and isinstance(record.get("tensors"), dict):
-        record["tensors"] = tensors
-        record_path.write_text(json.dumps(record))
-    manifest = json.loads(manifest_path.read_bytes())
-    manifest["parts"][part] = {"record": _stamp(record_path), "tensors": tensors}
-    manifest_path.write_text(json.dumps(manifest))
-
-
-def _stamp(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
