@@ -65,6 +65,12 @@ class Alone(Transport):
     def open_group(self, stages: tuple[int, ...]) -> None:
         pass
 
+    def tell_first(self, numbers: Sequence[int]) -> None:
+        raise NotImplementedError("nothing is sampled here")
+
+    def hear_last(self, waiting: Waiting) -> list[int]:
+        raise NotImplementedError("nothing is sampled here")
+
     def gather(self, tensor: Tensor, stages: tuple[int, ...]) -> Gathering:
         self._num_gathered += 1
         if self._live is not None and threading.current_thread() is not threading.main_thread():
