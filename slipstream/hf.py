@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -124,6 +124,16 @@ class HuggingFaceModel(ModelSpec):
             for name, parameter in cut(whole).named_parameters():
                 parameter.copy_(weight(name))
         whole.to(dtype).save_pretrained(folder)
+
+    @property
+    def weight_folder(self) -> Path | None:
+        return Path(self.folder) if self.folder else None
+
+    def module_names(self, ours: Collection[str]) -> dict[str, str]:
+        """Returns the names that modules of the layers have in the model of transformers."""
+        whole: Any = _build(self.config(), torch.device("meta"))
+        theirs = {id(module): name for name, module in whole.named_modules()}
+        return {name: theirs[id(module)] for name, module in cut(whole).named_modules() if name in ours}
 
     def layer_flops(self) -> list[float]:
         """Returns two FLOPs for every weight that a token meets. Of the experts of a block, it meets some."""

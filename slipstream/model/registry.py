@@ -31,6 +31,10 @@ class Decoder(ModelConfig, ModelSpec):
         if self.initial and seed is not None:
             read_weights(layers, self, WeightFolder(Path(self.initial)))
 
+    @property
+    def weight_folder(self) -> Path | None:
+        return Path(self.initial) if self.initial else None
+
     def layer_flops(self) -> list[float]:
         return layer_costs(self, self.sequence_length)
 

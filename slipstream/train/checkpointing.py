@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint import Part, Store, Writer
+from ..checkpoint.hugging_face import fingerprint
 from ..config.schema import Config
 from ..model.spec import ModelSpec
 from ..pipeline import Pipeline, Requests, StepReport
@@ -87,6 +88,13 @@ def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def base_facts(model: ModelSpec) -> dict[str, str] | None:
+    """Returns facts that identify the folder that frozen weights are read from: a checkpoint does not have them. None
+    means that there is no such folder."""
+    folder = model.weight_folder
+    return None if folder is None or not model.num_frozen_parameters() else fingerprint(folder)
+
+
 class Saver:
     """Saves the part of every checkpoint that one process writes."""
 
@@ -109,7 +117,12 @@ class Saver:
         self._is_writing = transport.replica == 0 or is_sharded
         replica = f".replica-{transport.replica}" if is_sharded else ""
         self._name = f"stage-{transport.stage}{replica}"
-        self._facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": corpus}
+        self._facts = {
+            "run": batch_facts(config, model),
+            "config": asdict(config),
+            "corpus": corpus,
+            "base": base_facts(model),
+        }
         num_parts = transport.num_stages * (transport.num_replicas if is_sharded else 1)
         self._writer = Writer(store, num_parts, say)
         self._latest: int | None = None
