@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from ..model.hugging_face import config_json, source_of
 from ..model.registry import Decoder
 from ..model.spec import ModelSpec
 from .loading import MASTER, Source, load
+
+if TYPE_CHECKING:
+    from ..hf import HuggingFaceModel
 
 
 def export(
@@ -74,7 +77,13 @@ def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = F
             targets.add(names[module])
     read = source.checkpoint.read
     short = {name.split(".")[-1] for name in targets}
-    if not model.num_experts and {name for name in names.values() if name.split(".")[-1] in short} == targets:
+    has_experts = _has_experts(model.base)
+    if has_experts and (taken := short & {"gate_proj", "up_proj", "down_proj"}):
+        raise UsageError(
+            f"peft takes adapters of {min(taken)} for those of experts, which have none: leave out --adapter, or train "
+            "with adapter.targets in attention only"
+        )
+    if not has_experts and {name for name in names.values() if name.split(".")[-1] in short} == targets:
         targets = short  # the usual form, where it means the same
     about = peft_config(
         model.lora, sorted(targets), base_model_name_or_path=str(model.weight_folder), task_type="CAUSAL_LM"
@@ -122,10 +131,7 @@ def _write_weights(
         total = sum(entry.nbytes for entry in entries.values())
         write_weights(folder, entries, read, progress=lambda done: progress(done, total))
         return
-    from ..hf import HuggingFaceModel  # the library is large
-
-    assert isinstance(model, HuggingFaceModel), "find_source returns no other models"
-    model.save(_master_of(checkpoint) if is_whole else _merged(source), folder, dtype)
+    _hugging_face(model).save(_master_of(checkpoint) if is_whole else _merged(source), folder, dtype)
 
 
 def num_parameters(source: Source) -> int:
@@ -172,10 +178,18 @@ def _module_names(model: ModelSpec) -> dict[str, str]:
     ours = [name for name in ours if name.split(".")[0] in blocks]
     if isinstance(model, Decoder):
         return {name: source_of(f"{name}.weight", model).names[0].removesuffix(".weight") for name in ours}
-    from ..hf import HuggingFaceModel
+    return _hugging_face(model).module_names(ours)
+
+
+def _has_experts(model: ModelSpec) -> bool:
+    return bool(model.num_experts if isinstance(model, Decoder) else _hugging_face(model).count_experts())
+
+
+def _hugging_face(model: ModelSpec) -> HuggingFaceModel:
+    from ..hf import HuggingFaceModel  # the library is large
 
     assert isinstance(model, HuggingFaceModel), "find_source returns no other models"
-    return model.module_names(ours)
+    return model
 
 
 def check_target(folder: Path, overwrite: bool, mark: str = "config.json") -> None:
