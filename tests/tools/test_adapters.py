@@ -13,12 +13,14 @@ from runs import folder_of, summary_of
 from settings import changed
 
 from slipstream.checkpoint import Store
+from slipstream.cli.dispatch import run
 from slipstream.config.schema import Config, ModelSection
 from slipstream.errors import ConfigError, UsageError
 from slipstream.model.adapters import is_adapter
 from slipstream.tools.export import export, export_adapter
 from slipstream.tools.generate import Sampling, generate
 from slipstream.tools.loading import find_source, load
+from slipstream.tools.study.cell import Cell
 from slipstream.train.trainer import train
 
 transformers = pytest.importorskip("transformers")
@@ -199,3 +201,29 @@ def test_adapters_of_weights_that_were_drawn_are_exported_merged_only(tiny, tmp_
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids()).logits, load(source, CPU, torch.float32)(ids()), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--train.freeze", "block0.*", "--devices", "2"], "freezes blocks differently"),
+        (["profile", "--train.freeze", "embedding.*"], "unknown to slipstream profile"),
+        (["train", "--adapter.rank", "0"], "adapter.rank = 0 is too small: use 1 or more"),
+        (["train", "--adapter.alpha", "4"], "adapter.alpha = 4.0 belongs to adapters, and there are none"),
+        (["train", "--adapter.rank", "2", "--adapter.alpha", "0"], "adapter.alpha = 0 is too small"),
+        (["train", "--train.freeze", "*"], "leaves nothing to train: freeze less"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if "--adapter.rank" in arguments:
+        pytest.importorskip("peft")
+    assert run(arguments) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_study_trains_all_weights(tiny):
+    with pytest.raises(ConfigError, match="a study trains all weights"):
+        Cell(changed(tiny, train__freeze=("embedding.*",))).validate()
+    assert Cell(tiny).id == Cell(changed(tiny, run__name="other")).id
