@@ -31,6 +31,7 @@ SECTIONS = {
     "pipeline": "The schedule, the layout, and how stages exchange messages.",
     "optimizer": "The update: optimizer, learning rate, clipping, error feedback.",
     "train": "Length, batch, device, precision, memory.",
+    "adapter": "LoRA adapters beside frozen weights.",
     "evaluation": "When the held-out text is evaluated, and how much of it.",
     "checkpoint": "When a run is saved, what is kept, and whether to resume.",
     "run": "The folder of the run and what is logged.",

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,6 +39,8 @@ from .model.spec import Loss, ModelSpec, generator
 PROBE_VOCABULARY, PROBE_LENGTH, PROBE_LAYERS = 32, 24, 4
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of the largest logit, up to which a cut counts as the same model."""
+LOADING = threading.Lock()
+"""Held while transformers loads a model, because it patches global state meanwhile: stages may be threads."""
 PLAN = ("embed_tokens", "layers", "norm")
 """Names in the plan of a model that can be cut."""
 
@@ -109,7 +112,8 @@ class HuggingFaceModel(ModelSpec):
         """Reads the weights with transformers, which knows how each of its models is stored."""
         import transformers
 
-        whole = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        with LOADING:
+            whole = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         weights = dict(cut(whole).named_parameters())
         for name, parameter in layers.named_parameters():
             source = "embedding.weight" if name == "head.output.weight" and name not in weights else name
@@ -124,10 +128,24 @@ class HuggingFaceModel(ModelSpec):
                 parameter.copy_(weight(name))
         whole.to(dtype).save_pretrained(folder)
 
+    @property
+    def weight_folder(self) -> Path | None:
+        return Path(self.folder) if self.folder else None
+
+    def module_names(self, ours: Collection[str]) -> dict[str, str]:
+        """Returns the names that modules of the layers have in the model of transformers."""
+        whole: Any = _build(self.config(), torch.device("meta"))
+        theirs = {id(module): name for name, module in whole.named_modules()}
+        return {name: theirs[id(module)] for name, module in cut(whole).named_modules() if name in ours}
+
+    def count_experts(self) -> int:
+        """Returns the number of experts of a block. 0 means that blocks are dense."""
+        config = self.config()
+        return next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
+
     def layer_flops(self) -> list[float]:
         """Returns two FLOPs for every weight that a token meets. Of the experts of a block, it meets some."""
-        config = self.config()
-        num_experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
+        config, num_experts = self.config(), self.count_experts()
         share = getattr(config, "num_experts_per_tok", 1) / num_experts if num_experts else 1.0
         with torch.device("meta"):
             layers = self.layers()

@@ -46,7 +46,7 @@ def reference_run(
     gradient_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Trains a model with the whole algorithm in one process. Returns the final z of every parameter and the loss of
-    every step.
+    every step. Parameters with requires_grad=False are frozen, and not among them.
 
     `model` itself is left at its last weights.
 
@@ -57,6 +57,8 @@ def reference_run(
     dtype in which the gradients of a step are added. None means the dtype of x.
     """
     m = num_microbatches
+    for frozen in (p for p in model.parameters() if not p.requires_grad):
+        frozen.data = frozen.data.to(dtype or frozen.dtype)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stage_of = _stages(model, layers_per_stage or [len(model)])
     delay_of = {name: delays[stage_of[name]] for name in parameters}
@@ -66,7 +68,7 @@ def reference_run(
     z = {name: p.detach().clone() for name, p in parameters.items()}
     predicted = {name: torch.zeros_like(p) for name, p in parameters.items()}
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-    assigned = assign(list(masters.items()), groups)
+    assigned = [(group, members) for group, members in assign(list(masters.items()), groups) if members]
     optimizers = [group.optimizer([p for _, p in members]) for group, members in assigned]
     base_rates = [[g["lr"] for g in optimizer.param_groups] for optimizer in optimizers]
     losses = []

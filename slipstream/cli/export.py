@@ -24,20 +24,26 @@ class ExportArguments:
     """The folder to write."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights."""
+    adapter: bool = False
+    """Of a run with adapters: write only these, as peft loads them. By default they are merged into the weights."""
     overwrite: bool = False
-    """Replace the folder, if it holds a model already."""
+    """Replace the folder, if it holds a model (or adapters) already."""
 
 
 def main(arguments: list[str]) -> None:
     from rich.progress import Progress
 
     from ..observe.console import Screen
-    from ..tools.export import export
+    from ..tools.export import export, export_adapter, num_parameters
     from ..tools.loading import find_source
 
     given = parse(ExportArguments, arguments, "slipstream export", inspect.getdoc(ExportArguments) or "")
     screen = Screen()
     source = find_source(*run_and_step(given.run), screen.print)
+    if given.adapter:
+        export_adapter(source, given.folder, given.dtype, given.overwrite)
+        print(f"{given.folder}: the adapters of {source.where} in {given.dtype}, of {source.model.weight_folder}")
+        return
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("writing the weights", total=None)
         export(
@@ -48,4 +54,4 @@ def main(arguments: list[str]) -> None:
             lambda now, total: progress.update(task, completed=now, total=total),
         )
     note = "" if source.tokenizer_json else "; the run does not know its tokenizer, so there is none"
-    print(f"{given.folder}: {source.model.num_parameters():,} parameters of {source.where} in {given.dtype}{note}")
+    print(f"{given.folder}: {num_parameters(source):,} parameters of {source.where} in {given.dtype}{note}")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from ..config.defaults import settled
 from ..config.models import model_of, recomputed_layers
 from ..config.schema import Config
@@ -80,6 +82,8 @@ def main(arguments: list[str]) -> None:
     screen = Screen()
     model = model_of(asked, corpus_vocab_size=0)
     _check_plan(given)
+    if asked.train.freeze:
+        _check_blocks(asked, model)
     profile = read_profile(given.profile) if given.profile else None
     device = _device(given, profile)
     train_device: Literal["cpu", "cuda"] = "cpu" if device.name == "cpu" else "cuda"
@@ -104,6 +108,21 @@ def main(arguments: list[str]) -> None:
     advice = advise(searches, options, Given(path, default, asked, train_device))
     _print(screen, searches[0], device, options, advice, given.tokens)
     _write(given, searches[0], options, advice, screen)
+
+
+def _check_blocks(config: Config, model: ModelSpec) -> None:
+    """Raises a UsageError if equal blocks have different parameters to train: only a few blocks are counted."""
+    with torch.device("meta"):
+        blocks = list(model.layers())[1:-1]
+    trained: dict[tuple[str, ...], set[tuple[bool, ...]]] = {}
+    for block in blocks:
+        named = list(block.named_parameters())
+        trained.setdefault(tuple(name for name, _ in named), set()).add(tuple(p.requires_grad for _, p in named))
+    if any(len(kinds) > 1 for kinds in trained.values()):
+        raise UsageError(
+            f"train.freeze = {list(config.train.freeze)} freezes blocks differently, and a plan counts equal blocks: "
+            "leave it out"
+        )
 
 
 def _check_plan(given: PlanArguments) -> None:

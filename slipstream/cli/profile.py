@@ -9,6 +9,7 @@ import torch
 
 from ..config.defaults import settled
 from ..config.models import model_of
+from ..config.rules import trains_all
 from ..config.schema import Config
 from ..errors import UsageError
 from ..observe.console import Screen
@@ -38,6 +39,8 @@ def main(arguments: list[str]) -> None:
     given, _, _ = parse_with_config(ProfileArguments, arguments, "profile")
     config = settled(config_of(given), "cuda" if torch.cuda.is_available() else "cpu")
     model = model_of(config, corpus_vocab_size=0)
+    if not trains_all(config):
+        raise UsageError("adapter.rank and train.freeze are unknown to slipstream profile: plan without a profile")
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
     if under_torchrun():

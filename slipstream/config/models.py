@@ -12,13 +12,15 @@ import torch
 from ..checkpoint import CheckpointError
 from ..checkpoint.hugging_face import WeightFolder
 from ..errors import ConfigError
+from ..model.adapters import Lora, PartlyTrained
 from ..model.hugging_face import fields_of, misfits
 from ..model.presets import PRESETS, ModelConfig
 from ..model.registry import MODELS, Decoder, preset
 from ..model.spec import ModelSpec
 from .files import expand_home, read_plain_file
 from .imports import find
-from .schema import Config, ModelSection
+from .rules import trains_all
+from .schema import AdapterSection, Config, ModelSection
 
 MAX_INITIAL_LENGTH = 4096
 """Longest sequences of a model that starts from a folder, unless model.sequence_length is given: published models allow
@@ -37,6 +39,8 @@ def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
         raise ConfigError(f"model.name = {config.model.name!r} is no ModelSpec: give the import path of one")
     try:
         chosen = _decoder(config, corpus_vocab_size) if cls is Decoder else _own(config, corpus_vocab_size, cls)
+        if not trains_all(config):
+            chosen = PartlyTrained(chosen, _lora(config.adapter), config.train.freeze)
         chosen.validate()
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -46,6 +50,12 @@ def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
             f"use at least {corpus_vocab_size}, or leave it out"
         )
     return chosen
+
+
+def _lora(section: AdapterSection) -> Lora | None:
+    if section.rank is None:
+        return None
+    return Lora(section.rank, 2.0 * section.rank if section.alpha is None else section.alpha, section.targets)
 
 
 def _decoder(config: Config, corpus_vocab_size: int) -> ModelSpec:

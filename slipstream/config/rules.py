@@ -43,6 +43,7 @@ AT_LEAST = {
     "train.microbatch_size": 1,
     "train.loss_chunk_tokens": 0,
     "train.recompute_every": 0,
+    "adapter.rank": 1,
     "pipeline.stages": 1,
     "pipeline.replicas": 1,
     "pipeline.processes": 1,
@@ -71,6 +72,8 @@ AT_MOST = {
     "pipeline.microbatches": 2**16,
     "evaluation.batches": 2**20,
     "evaluation.sample_tokens": 2**20,
+    "adapter.rank": 2**16,
+    "adapter.alpha": 1e30,
     "optimizer.newton_schulz_steps": 1000,
     "optimizer.learning_rate": 1e30,
     "optimizer.adamw_learning_rate": 1e30,
@@ -107,6 +110,7 @@ def validate(config: Config) -> None:
     choose("optimizer.schedule", config.optimizer.schedule, LEARNING_RATES)
     _validate_pipeline(config)
     _validate_optimizer(config)
+    _validate_adapter(config)
     train = config.train
     if (train.compute_dtype, train.dtype) == ("float64", "float32"):
         raise ConfigError(
@@ -257,6 +261,22 @@ def _validate_optimizer(config: Config) -> None:
             )
     if section.name in RECIPES:
         _validate_recipe(section, RECIPES[section.name].arguments)
+
+
+def _validate_adapter(config: Config) -> None:
+    section = config.adapter
+    for name in ("alpha", "targets"):
+        if section.rank is None and getattr(section, name):
+            raise ConfigError(
+                f"adapter.{name} = {getattr(section, name)} belongs to adapters, and there are none: set adapter.rank"
+            )
+    if section.alpha is not None and section.alpha <= 0:
+        raise ConfigError(f"adapter.alpha = {section.alpha:g} is too small: use more than 0, such as twice the rank")
+
+
+def trains_all(config: Config) -> bool:
+    """Returns whether all parameters are trained."""
+    return config.adapter.rank is None and not config.train.freeze
 
 
 def _validate_balance(config: Config, rate: float) -> None:

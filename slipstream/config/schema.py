@@ -208,6 +208,18 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True)
+class AdapterSection:
+    rank: int | None = None
+    """Rank of LoRA adapters in the linear projections of the blocks (needs slipstream[adapters]). They are trained, and
+    all other weights are frozen. None: no adapters."""
+    alpha: float | None = None
+    """The product of an adapter's two matrices is multiplied by alpha / rank. None: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Projections that get adapters. Of the decoder: query, key, value, output, gate, up and down. Of model.hf: the
+    names that transformers has for them, such as q_proj. Empty: all."""
+
+
+@dataclass(frozen=True)
 class TrainSection:
     steps: int = 200
     """Updates to make."""
@@ -239,6 +251,9 @@ class TrainSection:
     once."""
     recompute_every: int = 0
     """Every n-th block keeps only its input and is computed again in the backward. 1: all blocks. 0: none."""
+    freeze: tuple[str, ...] = ()
+    """Names of parameters that keep their initial values, with * and ?: embedding.*, block0.*, *norm.weight. They have
+    no master, optimizer state or gradient."""
     compile: bool = False
     """Run the blocks through torch.compile, with one graph for all equal blocks. Fewer kernels, the same numbers up to
     rounding. The first microbatches wait for the compiler."""
@@ -303,6 +318,7 @@ class Config:
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     run: RunSection = field(default_factory=RunSection)

@@ -34,6 +34,10 @@ class Decoder(ModelConfig, ModelSpec):
     def separating(self, separator: int) -> Self:
         return replace(self, document_separator=separator)
 
+    @property
+    def weight_folder(self) -> Path | None:
+        return Path(self.initial) if self.initial else None
+
     def layer_flops(self) -> list[float]:
         return layer_costs(self, self.sequence_length)
 

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -113,6 +114,21 @@ class ModelSpec(ABC):
         """Returns the number of parameters. Tied parameters count once."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.layers().parameters())
+
+    @property
+    def steps_tied_weights(self) -> bool:
+        """Returns whether the first and the last layer share a parameter that is trained."""
+        return self.tied_embeddings
+
+    def num_frozen_parameters(self) -> int:
+        """Returns the number of parameters that are not trained."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.layers().parameters() if not parameter.requires_grad)
+
+    @property
+    def weight_folder(self) -> Path | None:
+        """Returns the folder that the weights are read from at the start. None means that they are drawn."""
+        return None
 
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that one token passes through."""

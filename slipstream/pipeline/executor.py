@@ -180,11 +180,13 @@ class Executor:
         device: torch.device,
         owners: Mapping[str, int] | None = None,
         reduction_dtype: torch.dtype | None = None,
+        first_trained: int = 0,
         backward_lock: AbstractContextManager[Any] | None = None,
         until: int | None = None,
     ) -> None:
-        """`owners` maps every parameter to the replica that steps it. None means that all replicas do. For
-        `reduction_dtype` see Reducer, for `until` see Pipeline."""
+        """`owners` maps every parameter to the replica that steps it. None means that all replicas do.
+        `first_trained` is the first stage with a parameter that is not frozen. Gradients are sent down to it and no
+        further. For `reduction_dtype` see Reducer, for `until` see Pipeline."""
         self._backward_lock = backward_lock or nullcontext()
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
         self._groups, self._task, self._device = groups, task, device
@@ -192,6 +194,8 @@ class Executor:
         self._streams = Streams(device)
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
+        self._sends_gradients = transport.stage > first_trained
+        self._takes_gradients = first_trained <= transport.stage and not self._is_last
         self._handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -318,7 +322,7 @@ class Executor:
     def _expect(self, action: Action) -> None:
         if action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
             self._transport.forward_in.expect(self._kind(action))
-        elif action.op is Op.BACKWARD and not self._is_last:
+        elif action.op is Op.BACKWARD and self._takes_gradients:
             self._transport.backward_in.expect(self._kind(action))
 
     def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
@@ -343,7 +347,7 @@ class Executor:
             self._first_read[step] = action.version
             self._versions.remember_buffers(step)
         inputs, targets = self._read(action, lambda: self._task.data(step, microbatch))
-        if not self._is_first:
+        if self._sends_gradients:
             for tensor in _differentiable(inputs):
                 tensor.requires_grad_()
         self._enter(Activity.FORWARD, action)
@@ -366,8 +370,8 @@ class Executor:
         flight = self._in_flight.popleft()
         assert flight.microbatch == action.microbatch, f"{action} finds microbatch {flight.microbatch} in flight"
         inputs, version = _differentiable(flight.inputs), flight.version
-        pairs: list[tuple[Tensor, Tensor | None]] = [(flight.outputs[0], None)]
-        if not self._is_last:
+        pairs: list[tuple[Tensor, Tensor | None]] = [(flight.outputs[0], None)] if self._is_last else []
+        if self._takes_gradients:
             self._enter(Activity.WAIT_GRADIENTS, action)
             gradients = self._transport.backward_in.take(lambda: f"the gradient of {action}")
             pairs = list(zip(_differentiable(flight.outputs), gradients, strict=True))
@@ -379,7 +383,7 @@ class Executor:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         del flight, pairs  # this also frees the graph, which takes longer than all that follows
         self.clock.enter(Activity.OTHER)
-        if not self._is_first:
+        if self._sends_gradients:
             message = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)
             self._transport.backward_out.send(
                 self._kind(action), message, lambda: f"the gradient of {action} to be taken"

@@ -66,6 +66,8 @@ class Tied:
     name: str
     """Name of the weight on the first of the stages. It selects the parameter group on all of them."""
     stages: tuple[int, ...]
+    is_frozen: bool = False
+    """Whether it is never updated. Then its copies are made equal at the start, and nothing else is sent."""
 
 
 def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, Tied]:
@@ -75,12 +77,25 @@ def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, Tie
     name of its layer there.
     """
     holders: dict[int, list[tuple[str, int]]] = {}
+    frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     for stage in range(len(sizes)):
         for name, parameter in cut(model, sizes, stage).named_parameters():
             holders.setdefault(id(parameter), []).append((name, stage))
     return {
-        name: Tied(places[0][0], tuple(stage for _, stage in places))
-        for places in holders.values()
+        name: Tied(places[0][0], tuple(stage for _, stage in places), key in frozen)
+        for key, places in holders.items()
         if len(places) > 1
         for name, _ in places
     }
+
+
+def trainable_names(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def first_trained_stage(model: nn.Sequential, sizes: Sequence[int]) -> int:
+    """Returns the first stage that has a parameter to train. No gradient is needed before it."""
+    for stage in range(len(sizes)):
+        if trainable_names(cut(model, sizes, stage)):
+            return stage
+    raise ValueError("all parameters are frozen, so there is nothing to train: set requires_grad for some")

@@ -28,7 +28,7 @@ from ..transport.base import Transport
 from .clock import Clock
 from .compiled import COMPILER, Backend, Compiled
 from .executor import Data, Evaluation, EvaluationReport, Executor, Loss, StepReport, Task
-from .partition import check_sizes, cut, partition, tied_parameters
+from .partition import Tied, check_sizes, cut, first_trained_stage, partition, tied_parameters, trainable_names
 from .recompute import Recomputing
 from .reduction import Requests
 from .update import Updater
@@ -43,7 +43,9 @@ class Pipeline:
 
     transport          the connection to the other stages, from `launch`
     layers             the model as nn.Sequential would run it: each layer takes the output of the previous one, a
-                       tensor or a tuple of tensors. A Parameter that is in two layers is tied, across stages too
+                       tensor or a tuple of tensors. A Parameter that is in two layers is tied, across stages too. One
+                       with requires_grad=False is frozen: it has no gradient, no optimizer state, one copy on its
+                       stage, and no place in the state
     data               (step, microbatch) -> (inputs, targets); read on the first and on the last stage. Replicas take
                        the microbatches of a step in turn: of R replicas, r takes r, R + r, 2 R + r and so on
     loss               (outputs, targets) -> scalar
@@ -120,6 +122,7 @@ class Pipeline:
         else:
             groups = list(optimizer)
         tied = tied_parameters(model, sizes)
+        stepped = {name: weight for name, weight in tied.items() if not weight.is_frozen}
         self.schedule = plan_schedule(
             Schedule(
                 schedule,
@@ -133,7 +136,7 @@ class Pipeline:
                 num_evaluations=evaluation.num_actions if evaluation else 0,
             ),
             groups,
-            bool(tied),
+            bool(stepped),
             skip_non_finite,
             bool(recompute),
             bool(compile),
@@ -143,12 +146,14 @@ class Pipeline:
             transport.open_group(stages)
         module = _stage_module(model, cut(model, sizes, stage), recompute, compile)
         if prepare is not None:
+            trainable = trainable_names(module)
             prepare(module)
+            if trainable_names(module) != trainable:
+                raise ValueError("prepare changes requires_grad, which other stages must know: set it in the layers")
         module.to(device)
 
-        self.tied = {name: tied[name] for name, _ in module.named_parameters() if name in tied}
-        if start is None:
-            self._copy_tied(module)
+        self.tied = {name: stepped[name] for name, _ in module.named_parameters() if name in stepped}
+        self._copy_tied(module, {name: weight for name, weight in tied.items() if start is None or weight.is_frozen})
         compute_dtype = None if precision is None else precision.compute
         layout = weight_layout(
             self.schedule.num_versions(stage),
@@ -187,6 +192,7 @@ class Pipeline:
             device=device,
             owners=self._owners,
             reduction_dtype=reduction,
+            first_trained=first_trained_stage(model, sizes),
             backward_lock=COMPILER if compile else None,
             until=until,
         )
@@ -205,12 +211,12 @@ class Pipeline:
         return assign_owners(parameters, elementwise, self.tied, self.transport.num_replicas)
 
     @torch.no_grad()
-    def _copy_tied(self, module: nn.Module) -> None:
+    def _copy_tied(self, module: nn.Module, tied: Mapping[str, Tied]) -> None:
         """Copies tied weights from the first stage that holds them to the others. So all copies start equal, however
         the stages were initialised."""
         for name, parameter in module.named_parameters():
-            if name in self.tied:
-                gathering = self.transport.gather(parameter.detach().clone(), self.tied[name].stages)
+            if name in tied:
+                gathering = self.transport.gather(parameter.detach().clone(), tied[name].stages)
                 parameter.copy_(gathering.wait(lambda: "the others' copies of tied weights")[0])
 
     def run(self) -> Iterator[StepReport | EvaluationReport]:
@@ -220,7 +226,8 @@ class Pipeline:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns this stage's masters and the buffers of its modules, by their names in the whole model. Use these to
-        compare and export weights. If replicas share the optimizer, all of them must call it."""
+        compare and export weights. Frozen weights, which never change, are not among them. If replicas share the
+        optimizer, all of them must call it."""
         masters: Mapping[str, Tensor] = self.versions.masters
         if self._owners is not None:
             dtypes = self.versions.master_dtypes

@@ -8,6 +8,9 @@ a wrong gradient.
 The masters (z in docs/concepts/weights.md) are the weights that the optimizer steps. `weight_layout` decides where they
 are.
 
+A parameter with requires_grad=False is frozen. All versions share it, in the dtype of the working copies, and it has
+no master.
+
 If the replicas of a pipeline share the optimizer (ZeRO-1), a stage has masters only of the parameters that it owns.
 
 Buffers of a module, such as the running means of BatchNorm, have one version, which every forward may write. Their
@@ -84,6 +87,15 @@ def is_mixed(module: nn.Module, dtype: torch.dtype | None) -> bool:
     return dtype is not None and any(parameter.dtype != dtype for parameter in _trainable(module).values())
 
 
+def cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Gives frozen parameters the dtype of the working copies, because no other copy of them is kept. None means that
+    they keep theirs."""
+    exempt = _exempt(module)
+    for name, parameter in module.named_parameters():
+        if dtype is not None and not parameter.requires_grad and name not in exempt and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 class WeightVersions:
     """The weight versions and masters of one stage."""
 
@@ -101,9 +113,10 @@ class WeightVersions:
         dtype              dtype of the working copies, except for parameters that their module names in `keeps_dtype`;
                            None means that of the module
         gradient_dtype     dtype in which a batch's gradients are added up; None means that of the working copies
-        owned              names of the parameters that have masters here; None means all
-        blank              the module's weights are irrelevant: they will be restored, and use no memory before that
+        owned              names of the parameters that have masters here; None means all that are not frozen
+        blank              the weights to train are irrelevant: they will be restored, and use no memory before that
         """
+        cast_frozen(module, dtype)
         trainable = _trainable(module)
         exempt = _exempt(module)
         names = [name for name in trainable if owned is None or name in owned]

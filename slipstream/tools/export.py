@@ -1,30 +1,38 @@
 """Writes a checkpoint of a run as a folder that transformers, vLLM and others load.
 
     export(find_source(Path("runs/NAME"), None, print), Path("exported"), "float32")
+    export_adapter(find_source(Path("runs/NAME"), None, print), Path("adapter"), "float32")     # that peft loads
 
-The weights are the masters of a committed checkpoint. They are read and written one at a time. The folder appears only
-when it is complete: it is written under another name first.
+The weights are the masters of a committed checkpoint. They are read and written one at a time; where weights are
+frozen, one layer at a time, with adapters merged. The folder appears only when it is complete: it is written under
+another name first.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint
-from ..checkpoint.hugging_face import write_weights
+from ..checkpoint.hugging_face import SINGLE, write_weights
 from ..checkpoint.tensors import Description
 from ..errors import UsageError
+from ..model.adapters import NAME, PartlyTrained, is_adapter, merge, peft_config
 from ..model.hugging_face import config_json, source_of
 from ..model.registry import Decoder
 from ..model.spec import ModelSpec
-from .loading import MASTER, Source
+from .loading import MASTER, Source, load
+
+if TYPE_CHECKING:
+    from ..hf import HuggingFaceModel
 
 
 def export(
@@ -37,23 +45,66 @@ def export(
     """Exports a checkpoint. progress: called with the bytes written so far, and with all bytes."""
     if source.checkpoint is None:
         raise UsageError(f"{source.where} is a folder of Hugging Face already: give a run")
-    texts = _tokenizer_files(source)
-    if isinstance(source.model, Decoder):
+    texts, model = _tokenizer_files(source), _base(source.model)
+    if isinstance(model, Decoder):
         try:
-            texts["config.json"] = config_json(source.model, dtype, source.end_of_text_id)
+            texts["config.json"] = config_json(model, dtype, source.end_of_text_id)
         except ValueError as error:
             raise UsageError(str(error)) from error
         texts["config.json"]["slipstream"] = {"optimizer": source.optimizer, "step": source.checkpoint.step}
         texts["generation_config.json"] = _generation_config(source)
-    check_target(folder, overwrite)
+    with _folder(folder, overwrite) as partial:
+        _write_weights(source, source.checkpoint, partial, getattr(torch, dtype), progress)
+        for name, content in texts.items():
+            text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
+            (partial / name).write_bytes(text)
+
+
+def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = False) -> None:
+    """Exports the adapters of a checkpoint alone, under the names that the modules have in transformers."""
+    model, where = source.model, source.where
+    if source.checkpoint is None or not isinstance(model, PartlyTrained) or model.lora is None:
+        raise UsageError(f"{where} has no adapters: train with adapter.rank, or leave out --adapter")
+    if model.weight_folder is None:
+        raise UsageError(f"{where} has adapters of weights that were drawn, not read: leave out --adapter")
+    names = _module_names(model.base)
+    sources, entries, targets = dict[str, str](), dict[str, Description](), set[str]()
+    for saved, (_, shape) in source.checkpoint.names().items():
+        if saved.startswith(MASTER) and is_adapter(saved):
+            module, _, matrix = saved.removeprefix(MASTER).removesuffix(f".{NAME}.weight").rpartition(".")
+            their_name = f"base_model.model.{names[module]}.{matrix}.weight"
+            sources[their_name], entries[their_name] = saved, Description(getattr(torch, dtype), shape)
+            targets.add(names[module])
+    read = source.checkpoint.read
+    short = {name.split(".")[-1] for name in targets}
+    has_experts = _has_experts(model.base)
+    if has_experts and (taken := short & {"gate_proj", "up_proj", "down_proj"}):
+        raise UsageError(
+            f"peft takes adapters of {min(taken)} for those of experts, which have none: leave out --adapter, or train "
+            "with adapter.targets in attention only"
+        )
+    if not has_experts and {name for name in names.values() if name.split(".")[-1] in short} == targets:
+        targets = short  # the usual form, where it means the same
+    about = peft_config(
+        model.lora, sorted(targets), base_model_name_or_path=str(model.weight_folder), task_type="CAUSAL_LM"
+    )
+    about.inference_mode = about.init_lora_weights = True
+    with _folder(folder, overwrite, "adapter_config.json") as partial:
+        write_weights(partial, entries, lambda name: read([sources[name]])[sources[name]], max_shard_bytes=sys.maxsize)
+        (partial / SINGLE).rename(partial / "adapter_model.safetensors")
+        about.save_pretrained(partial)
+
+
+@contextmanager
+def _folder(folder: Path, overwrite: bool, mark: str = "config.json") -> Iterator[Path]:
+    """Yields a folder to write into, which takes its place when it is complete. mark: a file by which a folder that may
+    be replaced is recognised."""
+    check_target(folder, overwrite, mark)
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_weights(source.model, source.checkpoint, partial, getattr(torch, dtype), progress)
-        for name, content in texts.items():
-            text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
-            (partial / name).write_bytes(text)
+        yield partial
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -64,55 +115,113 @@ def export(
 
 
 def _write_weights(
-    model: ModelSpec,
+    source: Source,
     checkpoint: Checkpoint,
     folder: Path,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> None:
+    model = _base(source.model)
+    is_whole = model is source.model
     if isinstance(model, Decoder):
-        entries, read = _tensors(checkpoint, model, dtype)
+        with torch.device("meta"):
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.layers().named_parameters()}
+        weight = _master_of(checkpoint) if is_whole else _merged_layers(source)
+        entries, read = _tensors(shapes, weight, model, dtype)
         total = sum(entry.nbytes for entry in entries.values())
         write_weights(folder, entries, read, progress=lambda done: progress(done, total))
         return
+    _hugging_face(model).save(_master_of(checkpoint) if is_whole else _merged(source), folder, dtype)
+
+
+def num_parameters(source: Source) -> int:
+    """Returns the number of parameters that an export has."""
+    return _base(source.model).num_parameters()
+
+
+def _base(model: ModelSpec) -> ModelSpec:
+    return model.base if isinstance(model, PartlyTrained) else model
+
+
+def _master_of(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
+    return lambda name: checkpoint.read([MASTER + name])[MASTER + name]
+
+
+def _merged(source: Source, layer: str | None = None) -> Callable[[str], Tensor]:
+    """Returns a function that returns the weights of a layer, or of all, with adapters merged into them."""
+    layers = load(source, torch.device("cpu"), torch.float32, layer)
+    if isinstance(source.model, PartlyTrained) and source.model.lora is not None:
+        merge(layers)
+    return dict(layers.named_parameters()).__getitem__
+
+
+def _merged_layers(source: Source) -> Callable[[str], Tensor]:
+    """Returns the same for all layers, one of which is in memory at a time."""
+    latest: dict[str, Callable[[str], Tensor]] = {}
+
+    def weight(name: str) -> Tensor:
+        layer = name.split(".")[0]
+        if layer not in latest:
+            latest.clear()
+            latest[layer] = _merged(source, layer)
+        return latest[layer](name)
+
+    return weight
+
+
+def _module_names(model: ModelSpec) -> dict[str, str]:
+    """Returns the names that transformers has for the linear projections of the blocks."""
+    with torch.device("meta"):
+        layers = model.layers()
+    blocks = set(model.layer_names[1:-1])
+    ours = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    ours = [name for name in ours if name.split(".")[0] in blocks]
+    if isinstance(model, Decoder):
+        return {name: source_of(f"{name}.weight", model).names[0].removesuffix(".weight") for name in ours}
+    return _hugging_face(model).module_names(ours)
+
+
+def _has_experts(model: ModelSpec) -> bool:
+    return bool(model.num_experts if isinstance(model, Decoder) else _hugging_face(model).count_experts())
+
+
+def _hugging_face(model: ModelSpec) -> HuggingFaceModel:
     from ..hf import HuggingFaceModel  # the library is large
 
     assert isinstance(model, HuggingFaceModel), "find_source returns no other models"
-    model.save(lambda name: checkpoint.read([MASTER + name])[MASTER + name], folder, dtype)
+    return model
 
 
-def check_target(folder: Path, overwrite: bool) -> None:
+def check_target(folder: Path, overwrite: bool, mark: str = "config.json") -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UsageError(f"folder = {str(folder)!r} is no folder: choose another")
     if folder.is_dir() and any(folder.iterdir()):
         if not overwrite:
             raise UsageError(f"folder = {str(folder)!r} is not empty: choose another, or give --overwrite")
-        if not (folder / "config.json").is_file():
-            raise UsageError(f"folder = {str(folder)!r} has no config.json and is no model: choose another")
+        if not (folder / mark).is_file():
+            raise UsageError(f"folder = {str(folder)!r} has no {mark} and is no model: choose another")
 
 
 def _tensors(
-    checkpoint: Checkpoint, model: Decoder, dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, ...]], weight: Callable[[str], Tensor], model: Decoder, dtype: torch.dtype
 ) -> tuple[dict[str, Description], Callable[[str], Tensor]]:
     """Returns the tensors of the folder, and a function that reads one. A stack of experts is read once for all of its
     experts, which follow each other."""
     entries: dict[str, Description] = {}
     places: dict[str, tuple[str, int | None]] = {}
-    for full_name, (_, shape) in checkpoint.names().items():
-        if not full_name.startswith(MASTER):
-            continue
-        source = source_of(full_name.removeprefix(MASTER), model)
-        its_dtype = torch.float32 if full_name.endswith("router.bias") else dtype
+    for name, shape in shapes.items():
+        source = source_of(name, model)
+        its_dtype = torch.float32 if name.endswith("router.bias") else dtype
         for index, their_name in enumerate(source.names):
             entries[their_name] = Description(its_dtype, shape[1:] if source.is_stacked else shape)
-            places[their_name] = full_name, index if source.is_stacked else None
+            places[their_name] = name, index if source.is_stacked else None
     latest: dict[str, Tensor] = {}
 
     def read(their_name: str) -> Tensor:
         name, index = places[their_name]
         if name not in latest:
             latest.clear()
-            latest.update(checkpoint.read([name]))
+            latest[name] = weight(name)
         return latest[name] if index is None else latest[name][index]
 
     return entries, read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..checkpoint import Checkpoint, CheckpointError
 from ..checkpoint.reading import MASTER, open_checkpoint
 from ..config.files import read_plain_file
 from ..config.models import model_of
+from ..config.rules import trains_all
 from ..config.schema import Config, ModelSection
 from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
@@ -21,6 +23,7 @@ from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, token_ids
 from ..errors import UsageError
 from ..model.hugging_face import fields_of
 from ..model.spec import ModelSpec
+from ..train.resume import check_base
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Source:
     end_of_text_id: int | None
     is_bytes: bool = False
     """Whether every byte is the token of its own number."""
+    seed: int = 0
+    """Seed of the weights at the start of the run. Those that are frozen still have these values."""
 
     @property
     def where(self) -> str:
@@ -51,8 +56,10 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
     newest."""
     if (path / "config.toml").is_file():
         config = load_toml(path / "config.toml")
-        # It has all fields of the model, and the checkpoint has the weights: where the run started from may be gone.
-        config = replace(config, model=replace(config.model, initial=""))
+        if trains_all(config):
+            # It has all fields of the model, and the checkpoint has the weights: where the run started from may be
+            # gone. Frozen weights are read from there.
+            config = replace(config, model=replace(config.model, initial=""))
         try:
             checkpoint: Checkpoint | None = open_checkpoint(path, step, say)
         except CheckpointError as error:
@@ -66,13 +73,15 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
             f"{str(path)!r} has neither a config.toml nor a config.json: give the folder of a run or model"
         )
     model = model_of(config, 0)
+    if checkpoint is not None:
+        check_base(checkpoint, model)
     if config.model.name != "decoder":
         name = config.model.name
         raise UsageError(f"model.name = {name!r} is a model of your own: load its checkpoint in a program of your own")
     text, end, end_id = _tokenizer(path, config, model)
     is_bytes = text is not None and json.loads(text)["model"].get("vocab") == byte_vocabulary()
     optimizer = config.optimizer.name if checkpoint else None
-    return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes)
+    return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes, config.train.seed)
 
 
 def _section_of(folder: Path) -> ModelSection:
@@ -119,13 +128,20 @@ def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
 
 
 @torch.no_grad()
-def load(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
-    """Returns the layers with their weights, read one tensor at a time."""
+def load(source: Source, device: torch.device, dtype: torch.dtype, layer: str | None = None) -> nn.Sequential:
+    """Returns the layers with their weights, read one tensor at a time. layer: the only one to return; None means
+    all."""
     with torch.device("meta"):
         layers = source.model.layers()
+    if layer is not None:
+        layers = nn.Sequential(OrderedDict([(layer, layers.get_submodule(layer))]))
     layers.to(dtype).to_empty(device=device)
-    source.model.initialise(layers, seed=None if source.checkpoint else 0)
+    is_whole = all(parameter.requires_grad for parameter in layers.parameters())
+    source.model.initialise(layers, seed=None if source.checkpoint and is_whole else source.seed)
     if source.checkpoint is not None:
         for name, parameter in layers.named_parameters():
-            parameter.copy_(source.checkpoint.read([MASTER + name])[MASTER + name])
+            if parameter.requires_grad:
+                is_tied = name == "head.output.weight" and source.model.tied_embeddings
+                saved = MASTER + ("embedding.weight" if is_tied else name)
+                parameter.copy_(source.checkpoint.read([saved])[saved])
     return layers.requires_grad_(False).eval()

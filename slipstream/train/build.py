@@ -186,7 +186,7 @@ def _has_tied(config: Config, model: ModelSpec) -> bool:
     Raises a ConfigError if the schedule does not allow this.
     """
     name = config.pipeline.schedule
-    has_tied = model.tied_embeddings and config.pipeline.stages > 1
+    has_tied = model.steps_tied_weights and config.pipeline.stages > 1
     if has_tied and TRAITS[name].steps_alone:
         raise ConfigError(
             f"model.tied_embeddings = true needs first and last stage to step together, and those of {name} do not: "

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from ..checkpoint import Store
+from ..checkpoint.hugging_face import fingerprint
 from ..checkpoint.reading import FOLDER_NAME
 from ..config.schema import Config
 from ..model.spec import ModelSpec
@@ -82,6 +83,13 @@ def batch_facts(config: Config, model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def base_facts(model: ModelSpec) -> dict[str, str] | None:
+    """Returns facts that identify the folder that frozen weights are read from: a checkpoint does not have them. None
+    means that there is no such folder."""
+    folder = model.weight_folder
+    return None if folder is None or not model.num_frozen_parameters() else fingerprint(folder)
+
+
 class Saver:
     """Saves the part of every checkpoint that one process writes, when a checkpoint is due."""
 
@@ -98,7 +106,12 @@ class Saver:
         none."""
         self._every = config.checkpoint.every_steps
         self._at_end = config.checkpoint.at_end
-        facts = {"run": batch_facts(config, model), "config": asdict(config), "corpus": corpus}
+        facts = {
+            "run": batch_facts(config, model),
+            "config": asdict(config),
+            "corpus": corpus,
+            "base": base_facts(model),
+        }
         self._writer = StageWriter(pipeline, store, say, facts)
         self._is_owed = False
         schedule = pipeline.schedule

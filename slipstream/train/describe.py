@@ -24,8 +24,10 @@ ORTHOGONALISING = ("muon", "normuon", "scion")
 def describe(config: Config, components: Components, folder: Path) -> str:
     """Returns three lines about the model, the method and the data."""
     replicas = f" in each of {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
+    num_frozen = components.model.num_frozen_parameters()
+    frozen = f" ({num_frozen:,} of them frozen)" if num_frozen else ""
     return (
-        f"{components.model.num_parameters():,} parameters on {config.pipeline.stages} stages of "
+        f"{components.model.num_parameters():,} parameters{frozen} on {config.pipeline.stages} stages of "
         f"{components.layers_per_stage} layers{replicas}: an embedding, {components.model.num_layers} blocks, a "
         f"head; writing {folder}\n{_method(config)}\n{_reading(config, components)}"
     )
@@ -89,7 +91,8 @@ def _initial_model(config: Config) -> Iterator[str]:
     if not config.model.initial or not (folder / "config.json").is_file():  # build_components says what is wrong
         return
     before = pretrained_with(json.loads(read_plain_file(folder / "config.json")))
-    if name in ORTHOGONALISING and before not in ORTHOGONALISING:
+    # Adapters bound the update, and then the two geometries do about equally well (same paper).
+    if name in ORTHOGONALISING and before not in ORTHOGONALISING and config.adapter.rank is None:
         by = before or "AdamW, as nearly all published models were"
         yield (
             f"optimizer.name = {name!r} continues weights that were pretrained with {by}: its other geometry costs "

@@ -97,8 +97,10 @@ def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> N
     The toy parameters have the numbers of dimensions that the parameters of the model have.
     """
     with torch.device("meta"):
-        named_parameters = list(model.layers().named_parameters())
+        named_parameters = [(name, p) for name, p in model.layers().named_parameters() if p.requires_grad]
     for group, members in assign(named_parameters, groups):
+        if not members:
+            continue
         toys = [nn.Parameter(torch.ones((2,) * ndim)) for ndim in sorted({p.ndim for _, p in members})]
         for toy in toys:
             toy.grad = torch.ones_like(toy)
@@ -124,7 +126,9 @@ def check_memory(config: Config, model: ModelSpec) -> None:
     precision = precision_of(config)
     itemsize, compute = precision.master.itemsize, precision.compute.itemsize
     tokens = config.train.microbatch_size * model.sequence_length
-    weights = 2 * itemsize * model.num_parameters() * config.pipeline.replicas
+    frozen = model.num_frozen_parameters()  # without gradients
+    trained = model.num_parameters() - frozen
+    weights = (2 * itemsize * trained + compute * frozen) * config.pipeline.replicas
     microbatch = tokens * (16 + compute * model.dim * model.num_layers)
     if under_torchrun():  # this machine may hold only one of the stages
         weights, microbatch = weights // (config.pipeline.stages * config.pipeline.replicas), tokens * 16

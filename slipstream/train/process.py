@@ -19,7 +19,7 @@ from ..checkpoint.stage_state import StageState
 from ..config.defaults import may_share_a_gpu, precision_of
 from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
-from ..config.rules import profiled_steps, schedule_of
+from ..config.rules import profiled_steps, schedule_of, trains_all
 from ..config.schema import Config
 from ..data import Batches, Codec, Source, text_size
 from ..errors import PipelineError
@@ -30,6 +30,7 @@ from ..observe.status_file import status_file
 from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
 from ..observe.torch_profile import TorchProfile
 from ..pipeline import Evaluation, EvaluationPart, EvaluationReport, Pipeline, Requests, StepReport
+from ..pipeline.weight_versions import cast_frozen
 from ..transport.base import Transport
 from ..transport.world import World
 from .build import Components
@@ -277,8 +278,11 @@ def make_pipeline(
 
     def materialise(layers: nn.Sequential) -> None:
         layers.to(getattr(torch, config.train.dtype))
+        cast_frozen(layers, precision_of(config).compute)
         layers.to_empty(device=device)
-        components.model.initialise(layers, config.train.seed if start is None else None)
+        # A state has no frozen weights. They are made as at the start.
+        is_whole = start is not None and trains_all(config)
+        components.model.initialise(layers, None if is_whole else config.train.seed)
 
     return Pipeline(
         transport,

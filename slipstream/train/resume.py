@@ -27,10 +27,13 @@ from ..optim import RECIPES
 from ..optim.groups import assign
 from ..schedule import Schedule
 from .build import Components
-from .checkpointing import batch_facts
+from .checkpointing import base_facts, batch_facts
 
 UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
 """Settings that describe how the run is launched, not the run itself. Changes of these are not reported."""
+
+MODEL_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "train.freeze")
+"""Settings that decide which weights a checkpoint has, and what they mean."""
 
 SAMPLE_TOKENS = 2**16
 
@@ -135,14 +138,39 @@ def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
             f"train.steps = {config.train.steps} is less than the {found.step} steps that are made already: use more, "
             "or another run.name"
         )
+    _check_frozen(found, config, model, where)
     with torch.device("meta"):
-        expected = {name: parameter.shape for name, parameter in model.layers().named_parameters()}
+        expected = {name: p.shape for name, p in model.layers().named_parameters() if p.requires_grad}
     try:
         _check_weights(found, expected)
         _check_versions(found, schedule_of(config), expected)
         _check_optimizers(found, config, expected)
     except StateError as error:
         raise ConfigError(f"{where} does not fit the configured model: {error}") from error
+
+
+def _check_frozen(found: Checkpoint, config: Config, model: ModelSpec, where: str) -> None:
+    """Raises a ConfigError if other weights are frozen than before, or if frozen weights have changed."""
+    facts = next(iter(found.facts.values()))
+    usual, tree = _flat(asdict(Config())), facts.get("config")
+    then, now = usual | _flat(tree if isinstance(tree, dict) else {}), _flat(asdict(config))
+    for name in MODEL_SETTINGS:
+        if then[name] != now[name]:
+            raise ConfigError(
+                f"{where} was made with {name} = {then[name]}, and this configuration has {now[name]}: make it what it "
+                "was, or export the run and start another from it"
+            )
+    check_base(found, model)
+
+
+def check_base(found: Checkpoint, model: ModelSpec) -> None:
+    """Raises a ConfigError unless frozen weights are read from the same files as when the checkpoint was made."""
+    before = next(iter(found.facts.values())).get("base")
+    if before != base_facts(model):
+        raise ConfigError(
+            f"the checkpoint of step {found.step} has no frozen weights, and the folder {str(model.weight_folder)!r} "
+            "that they are read from has other files than then: restore it"
+        )
 
 
 def _check_weights(found: Checkpoint, expected: Mapping[str, torch.Size]) -> None:

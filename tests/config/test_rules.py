@@ -94,7 +94,10 @@ def test_a_missing_file_is_named(tmp_path):
         ("[trian]\nsteps = 3", "trian is unknown: did you mean train?"),
         ("[train]\nstep = 3", "train.step is unknown: did you mean steps?"),
         ("steps = 3", "steps is unknown: did you mean train.steps?"),
-        ("zzz = 3", "zzz is unknown: known are model, data, pipeline, optimizer, train, evaluation, checkpoint, run"),
+        (
+            "zzz = 3",
+            "zzz is unknown: known are model, data, pipeline, optimizer, train, adapter, evaluation, checkpoint, run",
+        ),
         ("train = 3", "train = 3 is not a section: write it as a TOML table"),
         ("[[train]]\nsteps = 3", "is not a section: write it as a TOML table"),
         ("[train]\nsteps = '3'", "train.steps = '3' has the wrong type: write a whole number"),

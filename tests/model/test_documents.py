@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -11,8 +11,10 @@ from harness import EXPERTS, Task, largest_difference, run_pipeline, run_referen
 from torch import Tensor, nn
 
 from slipstream import Group, Muon
+from slipstream.model.adapters import PartlyTrained
 from slipstream.model.decoder import ModelConfig, decoder, initialise, next_token_loss
 from slipstream.model.documents import _bounds, attend, document_starts, max_documents
+from slipstream.model.registry import Decoder
 from slipstream.optim.groups import is_matrix
 
 END = 0
@@ -75,6 +77,15 @@ def test_a_neighbour_changes_neither_logits_nor_gradients():
     assert embedded.grad is not None
     assert embedded.grad[:, :6].eq(0).all()
     assert embedded.grad[:, 6:].ne(0).any()
+
+
+def test_a_model_of_which_a_part_is_trained_keeps_them_apart_too():
+    fields = asdict(replace(CONFIG, document_separator=None))
+    spec = PartlyTrained(Decoder(**fields), freeze=("embedding.*",)).separating(END)
+    layers = spec.layers().double()
+    spec.initialise(layers, seed=0)
+    tokens = row(6, 10)
+    torch.testing.assert_close(layers(tokens)[:, 6:], layers(tokens[:, 6:]), atol=1e-12, rtol=0)
 
 
 def test_without_a_separator_in_the_row_it_is_the_plain_model():

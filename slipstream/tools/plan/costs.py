@@ -154,7 +154,8 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
         head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
     updates = _updates_seconds(config, model, device, dense)
     layers = tuple(
-        replace(layer, update=update) for layer, update in zip([embedding, *blocks, head], updates, strict=True)
+        replace(layer, backward_weight=layer.backward_weight * share, update=update)
+        for layer, share, update in zip([embedding, *blocks, head], _trained_shares(model), updates, strict=True)
     )
     what = "measured on one core just now" if device.name == "cpu" else "data sheet"
     is_bf16 = dtypes.compute == torch.bfloat16 and device.bf16_flops is not None
@@ -167,6 +168,18 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
     return ModelCosts(layers, size, source, is_measured=False)
 
 
+def _trained_shares(model: ModelSpec) -> list[float]:
+    """Returns for every layer the share of its numbers that is trained. The gradients of the others are not
+    computed."""
+    with torch.device("meta"):
+        layers = model.layers()
+    return [
+        sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        / max(1, sum(p.numel() for p in layer.parameters()))
+        for layer in layers
+    ]
+
+
 def _updates_seconds(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float) -> list[float]:
     """Returns the seconds of the update of every layer. They consist of the Newton-Schulz products, if the optimizer is
     Muon, and of memory traffic. An update reads or writes about 12 values per parameter: nine in the masters' dtype,
@@ -176,9 +189,9 @@ def _updates_seconds(config: Config, model: ModelSpec, device: DeviceKind, effic
     with torch.device("meta"):
         layers = model.layers()
     for layer_name, layer in layers.named_children():
-        shapes = tuple(parameter.shape for parameter in layer.parameters())
+        named = [(f"{layer_name}.{name}", p) for name, p in layer.named_parameters() if p.requires_grad]
+        shapes = tuple(parameter.shape for _, parameter in named)
         if shapes not in known:
-            named = [(f"{layer_name}.{name}", parameter) for name, parameter in layer.named_parameters()]
             known[shapes] = sum(_update_seconds(config, device, efficiency, *pair) for pair in named)
         seconds.append(known[shapes])
     return seconds

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from ...config.defaults import precision_of
 from ...config.models import recomputed_layers
 from ...config.optimizers import parameter_groups
+from ...config.rules import trains_all
 from ...config.schema import Config
 from ...errors import UsageError
 from ...model.spec import ModelSpec
@@ -157,7 +158,9 @@ class Passes:
     """Memory of one microbatch that passes through the layers of a stage."""
 
     parameters: int
-    """Number of values in all parameters. The other fields are bytes."""
+    """Number of values in all parameters that are trained. The other fields are bytes, except for the next."""
+    frozen: int
+    """Number of values in parameters that are frozen, of which there is one copy."""
     working: int
     """Size of one working copy. Some parameters may keep their own dtype."""
     buffers: int
@@ -237,7 +240,10 @@ class MemoryModel:
         most = work + overlap
         work = max(work, compute_work + waited + evaluated)
         return StageMemory(
-            weights=stage.versions * passes.working + masters + passes.buffers,
+            weights=stage.versions * passes.working
+            + passes.frozen * dtypes.compute.itemsize
+            + masters
+            + passes.buffers,
             gradients=gradients * (2 if stage.background_update else 1),
             optimizer=update.optimizer,
             activations=activations,
@@ -253,10 +259,15 @@ class MemoryModel:
         layers, dtypes = layers_of(self.model, 0, stage.num_layers), self.dtypes
         passes = self.passes(layers, microbatch_size, self._recomputed(stage))
         update = self.update(layers, self._stepping(stage))
-        block = self.passes(layers_of(self.model, self.model.num_layers, 1), 1).parameters
-        gathered = 2 * max(block, self.model.vocab_size * self.model.dim) * dtypes.compute.itemsize
+        block = self.passes(layers_of(self.model, self.model.num_layers, 1), 1)
+        gathered = (
+            2 * max(block.parameters + block.frozen, self.model.vocab_size * self.model.dim) * dtypes.compute.itemsize
+        )
         return StageMemory(
-            weights=passes.parameters * dtypes.master.itemsize // num_devices + passes.buffers + gathered,
+            weights=(passes.parameters * dtypes.master.itemsize + passes.frozen * dtypes.compute.itemsize)
+            // num_devices
+            + passes.buffers
+            + gathered,
             gradients=passes.parameters * dtypes.gradient.itemsize // num_devices + gathered,
             optimizer=update.optimizer // num_devices,
             activations=passes.activations,
@@ -270,7 +281,7 @@ class MemoryModel:
         if not self.config.optimizer.sharded or num_replicas == 1:
             return 1.0
         values = [sum(share) for share in self._shares(layers, num_replicas)]
-        return max(values) / sum(values)
+        return max(values) / sum(values) if any(values) else 1.0
 
     def _recomputed(self, stage: Stage) -> tuple[bool, ...]:
         """Returns for every block of the stage whether it is recomputed."""
@@ -317,12 +328,22 @@ class MemoryModel:
         is, on a CPU, the largest gradient in float64, for its norm."""
         bytes_each = self.dtypes.gradient.itemsize
         has_table = layers.embedding or layers.head
-        is_tied = self.model.tied_embeddings and stage.num_stages > 1 and has_table
+        is_tied = self.model.steps_tied_weights and stage.num_stages > 1 and has_table
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
         rows = [self.model.dim, *([self.model.widest(layers.sparse > 0)] if layers.blocks else [])]
         rows += [self.model.vocab_size] if has_table else []
         has_copy = self.kernels == "cpu" and bytes_each < 8  # see norm_dtype
-        return tied, 8 * self.model.dim * max(rows) if has_copy else 0
+        largest = self.model.dim * max(rows) if trains_all(self.config) else self._largest(layers.few(1))
+        return tied, 8 * largest if has_copy else 0
+
+    def _largest(self, layers: Layers) -> int:
+        """Returns the number of values in the largest parameter that is trained."""
+        key = ("largest", layers)
+        if key not in self._known:
+            parameters = self._build(layers)[0].parameters()
+            self._known[key] = max((p.numel() for p in parameters if p.requires_grad), default=0)
+        result: int = self._known[key]
+        return result
 
     def _messages(self, stage: Stage, microbatch_size: int) -> int:
         """Returns the bytes of messages as ProcessLink keeps them, between processes and machines. Receives are posted
@@ -357,6 +378,7 @@ class MemoryModel:
                 result = replace(
                     result,
                     parameters=result.parameters + more * (two.parameters - one.parameters),
+                    frozen=result.frozen + more * (two.frozen - one.frozen),
                     working=result.working + more * (two.working - one.working),
                     buffers=result.buffers + more * (two.buffers - one.buffers),
                     activations=result.activations + more * (two.activations - one.activations),
@@ -373,7 +395,7 @@ class MemoryModel:
             masters = [sum(share) * self.dtypes.master.itemsize * stepping.separate for share in shares]
             largest = max(range(num_owners), key=lambda owner: kept[owner] + masters[owner])
             values = sum(shares[largest])
-            part = layers.part(values / sum(map(sum, shares)))
+            part = layers.part(values / max(1, sum(map(sum, shares))))
             return replace(self.update(part, stepping), optimizer=round(kept[largest]), values=values)
         few = self._blocks_of_a_stack()
         played = layers.few(few + 1)
@@ -396,13 +418,14 @@ class MemoryModel:
         """Returns for every replica the number of values that it owns in each parameter group."""
         key = ("shares", layers, num_owners)
         if key not in self._known:
-            parameters, groups = dict(self._build(layers)[0].named_parameters()), parameter_groups(self.config)
+            groups = parameter_groups(self.config)
+            parameters = {name: p for name, p in self._build(layers)[0].named_parameters() if p.requires_grad}
             group_of = {
                 name: index
                 for index, (_, members) in enumerate(assign(parameters.items(), groups))
                 for name, _ in members
             }
-            is_tied = self.model.tied_embeddings and layers.embedding != layers.head
+            is_tied = self.model.steps_tied_weights and layers.embedding != layers.head
             tied = {name: Tied(ENDS[0], (0, 1)) for name in ENDS if is_tied and name in parameters}
             elementwise = {name: groups[index].elementwise for name, index in group_of.items()}
             shares = [[0] * len(groups) for _ in range(num_owners)]
@@ -442,11 +465,11 @@ class MemoryModel:
         for blocks in (dense_blocks(every.dense), sparse_blocks(every.sparse)):
             counts = Counter[int]()
             for name, parameter in self._build(blocks)[0].named_parameters() if blocks.blocks else ():
-                counts[parameter.numel()] += is_matrix(name, parameter)
+                counts[parameter.numel()] += parameter.requires_grad and is_matrix(name, parameter)
             stacks = {size: max(1, most // size) for size, count in counts.items() if count}
             size = max(stacks, key=lambda size: size * stacks[size], default=0)
             needed += [-(-stacks[size] // counts[size])] if size else []
-        return max(needed)
+        return max(needed, default=1)
 
     # ---- the dry runs
 
@@ -487,7 +510,8 @@ class MemoryModel:
         fuse_kernels(module, self.kernels)
         with live.watch():
             _, outputs = forward()
-            torch.autograd.backward([outputs], [torch.empty_like(outputs)])
+            if is_trained := outputs.requires_grad:
+                torch.autograd.backward([outputs], [torch.empty_like(outputs)])
             del _, outputs
             before = live.now
             live.restart_peak()
@@ -497,11 +521,13 @@ class MemoryModel:
             gradient = None if layers.head else torch.empty_like(outputs)
             start = live.now
             live.restart_peak()
-            torch.autograd.backward([outputs], [gradient])
+            if is_trained:
+                torch.autograd.backward([outputs], [gradient])
             backward_work = live.peak - start
         del inputs
         return Passes(
             parameters=sum(parameter.numel() for parameter in versions.parameters(0).values()),
+            frozen=sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad),
             working=_bytes(versions.parameters(0).values()),
             buffers=_bytes(module.buffers()),
             activations=activations,

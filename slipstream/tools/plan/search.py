@@ -137,7 +137,7 @@ class Search:
     @property
     def num_parameters(self) -> int:
         (whole,) = self._stage_passes((self.model.num_layers + 2,))
-        return whole.parameters
+        return whole.parameters + whole.frozen
 
     def best(self, schedule: str) -> Option | str:
         """Returns the fastest option of a schedule that fits. If none fits, it returns the one with the least memory.
@@ -255,7 +255,7 @@ class Search:
 
     def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
         traits = TRAITS.get(name)
-        if traits is not None and traits.steps_alone and self.model.tied_embeddings:
+        if traits is not None and traits.steps_alone and self.model.steps_tied_weights:
             return "its stages step at different times, and tied weights need first and last together"
         if traits is not None and traits.drifts and self.config.train.recompute_every:
             return "it overwrites the weights that recomputed blocks would need again"

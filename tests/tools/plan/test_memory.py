@@ -17,8 +17,7 @@ from slipstream.config.defaults import precision_of
 from slipstream.config.models import model_of, recomputed_layers
 from slipstream.config.optimizers import parameter_groups
 from slipstream.config.schema import Config, ModelSection, TrainSection
-from slipstream.model.chunked_loss import decoder_and_loss
-from slipstream.model.decoder import decoder, initialise
+from slipstream.model.decoder import decoder
 from slipstream.pipeline.clock import Activity, TimeSplit
 from slipstream.pipeline.reduction import NUM_REQUESTS, Finished, Reducer, Requests
 from slipstream.schedule import Action, Schedule
@@ -67,8 +66,9 @@ def measure(
     An update that is made beside a batch may meet any action of it, or none. Here it begins when most is held: after
     the first backward of that batch, which found the gradients of the one before waiting and made its own, and with as
     many microbatches in flight as there will be. There the batch waits for it, or goes on with the next backward."""
-    model, loss = decoder_and_loss(model_of(config, 0), config.train.loss_chunk_tokens)
-    initialise(model, model_of(config, 0), seed=0)
+    spec = model_of(config, 0)
+    model, loss = spec.layers_and_loss(config.train.loss_chunk_tokens)
+    spec.initialise(model, seed=0)
     dtypes = precision_of(config)
     model.to(dtypes.master)
 
@@ -245,6 +245,26 @@ def test_mixed_precision_keeps_what_is_predicted_and_peaks_within_a_tenth(
 
 BF16 = changed(BASE, train__compute_dtype="bfloat16", evaluation__batches=0)
 """Which is slow on a CPU."""
+
+
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"adapter__rank": 4},
+        {"adapter__rank": 2, "adapter__targets": ("query", "down"), "model__tied_embeddings": True},
+        {"train__freeze": ("embedding.*", "*norm.weight")},
+    ],
+    ids=["adapters", "few adapters", "frozen"],
+)
+def test_frozen_weights_are_predicted_once(fields, optimizer, compute):
+    if "adapter__rank" in fields:
+        pytest.importorskip("peft")
+    config = changed(BASE, **fields, optimizer__name=optimizer, train__compute_dtype=compute, evaluation__batches=0)
+    for measured, predicted in zip(measure(config, "two_bw"), predict(config, "two_bw"), strict=True):
+        assert (measured.weights, measured.optimizer) == (predicted.weights, predicted.optimizer)
+        assert_peak(measured.peak, predicted)
 
 
 def test_bf16_beside_float32_peaks_within_a_tenth():
