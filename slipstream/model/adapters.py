@@ -206,8 +206,8 @@ def peft_config(lora: Lora, targets: list[str], **further: Any) -> Any:
 def _peft() -> Any:
     try:
         import peft
-    except ImportError:
-        raise ValueError("adapter.rank needs the library peft: pip install 'slipstream[adapters]'") from None
+    except ImportError as error:  # it is missing, or too old for the transformers that it finds
+        raise ValueError(f"adapter.rank needs the library peft ({error}): pip install 'slipstream[adapters]'") from None
     return peft
 
 

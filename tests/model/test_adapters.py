@@ -192,7 +192,7 @@ def test_a_missing_library_is_named(tiny: Config, monkeypatch):
         return real(name, *given, **options)
 
     monkeypatch.setattr(builtins, "__import__", without_peft)
-    with pytest.raises(ConfigError, match=r"adapter.rank needs the library peft: pip install 'slipstream\[adapters\]'"):
+    with pytest.raises(ConfigError, match=r"needs the library peft \(peft\): pip install 'slipstream\[adapters\]'"):
         model_of(changed(tiny, adapter__rank=2), 0)
 
 
