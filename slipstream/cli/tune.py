@@ -85,8 +85,8 @@ def main(arguments: list[str]) -> None:
     if budget is not None:
         fit, records = _fit(config, model, size, tokens, budget, given.reach, folder, screen)
     elif given.laws is not None:
-        fit, largest = read_laws(given.laws, config)
-        check_reach(largest, size, tokens, given.reach)
+        fit, records = read_laws(given.laws, config)
+        check_reach(records, size, tokens, given.reach)
     elif config.model.initial:
         raise UsageError(
             f"model.initial = {config.model.initial!r} needs laws of its text: give --budget 2%, or --laws with the "
@@ -196,7 +196,7 @@ def _print(screen: Screen, tuning: Tuning) -> None:
         for what, added in tuning.prediction.wrong.items():
             screen.print(f"  {what}: loss {added:+.4f}")
         screen.print(advice_on_synchronous(tuning))
-    if tuning.records:
+    if tuning.budget:
         screen.print(
             f"cost: {len(tuning.records)} trunks, {tuning.spent:.3g} FLOPs, {tuning.spent / tuning.flops:.2%} of the "
             "target's"
@@ -206,7 +206,7 @@ def _print(screen: Screen, tuning: Tuning) -> None:
 def _write(tuning: Tuning, folder: Path, screen: Screen) -> None:
     _make(folder)
     drawings = {}
-    if tuning.fit is not None and tuning.prediction is not None and tuning.records:
+    if tuning.fit is not None and tuning.prediction is not None:
         total = tuning.tokens + tuning.prediction.equivalent_tokens
         drawings = figures(
             tuning.fit, tuning.prediction, tuning.records, tuning.size.parameters, total, bool(tuning.prediction.gap)

@@ -27,6 +27,8 @@ DECAY_SHARE = 0.2
 """Share of the steps at the end in which the rate falls, as in Hägele et al. (arXiv:2405.18392)."""
 SPECTRAL = ("muon", "normuon", "scion")
 """Optimizers whose update has a spectral norm of the learning rate."""
+DEAR = 0.01
+"""Gap of the delay in nats from which it deserves a warning."""
 LARGE_BATCH = 2.0
 """Number of times the batch of the law from which a batch deserves a warning."""
 
@@ -216,7 +218,11 @@ def gap_remark(config: Config) -> str:
     law = measured_gap(section.name, section.error_feedback != 0)
     stands_in = "" if (section.name, True) in GAPS else f" (those of {UNKNOWN}: {section.name} has too few)"
     mode = "with" if section.error_feedback else "without"
+    cost = law(steps)
+    warning = ""
+    if cost > DEAR:
+        warning = "Warning: this is much. A smaller batch costs less, and so does pipeline.schedule = 'one_f_one_b'. "
     return (
-        f"The delay costs about {law(steps):.2g} nats in {steps:,} steps {mode} error feedback, and "
+        f"{warning}The delay costs about {cost:.2g} nats in {steps:,} steps {mode} error feedback, and "
         f"{law(2 * steps):.2g} in twice as many steps of half the batch: by {GAPS_SOURCE}{stands_in}."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,19 +19,20 @@ from .advice import Size
 from .fit import Fit
 from .predict import equivalent_tokens
 from .proxies import proxy_of
+from .trunks import Record
 
 
-def read_laws(path: Path, config: Config) -> tuple[Fit, tuple[float, float]]:
-    """Reads the fit of a tune.json, and the parameters and tokens of its largest proxy."""
+def read_laws(path: Path, config: Config) -> tuple[Fit, list[Record]]:
+    """Reads the fit of a tune.json and the trunks that it was made from."""
     try:
         tree = json.loads(read_plain_file(path))
-        trunks, fitted = tree["trunks"], tree["fit"]
+        fitted = tree["fit"]
         if fitted is None:
             raise UsageError(
                 f"laws = {str(path)!r} is of a tuning without --budget and has none: make one with --budget"
             )
         fit = Fit.from_tree(fitted)
-        largest = max(row["parameters"] for row in trunks), max(row["batch"] * max(row["steps"]) for row in trunks)
+        records = [Record(**row) for row in tree["trunks"]]
         optimizer = tree["target"]["optimizer"]
     except OSError as error:
         raise UsageError(f"laws = {str(path)!r} cannot be read ({error.strerror}): name a tune.json") from error
@@ -44,16 +45,18 @@ def read_laws(path: Path, config: Config) -> tuple[Fit, tuple[float, float]]:
             f"laws = {str(path)!r} is of optimizer.name = {optimizer!r}, not of {config.optimizer.name!r}: make one "
             "with --budget"
         )
-    return fit, largest
+    return fit, records
 
 
-def check_reach(largest: tuple[float, float], size: Size, tokens: float, reach: float) -> None:
-    """Raises a UsageError if the target is too far from the largest proxy. largest: its parameters and tokens."""
-    far = max(size.parameters / largest[0], tokens / largest[1])
+def check_reach(records: Sequence[Record], size: Size, tokens: float, reach: float) -> None:
+    """Raises a UsageError if the target is too far from the largest proxy."""
+    parameters = max(record.parameters for record in records)
+    longest = max(record.batch * max(record.steps) for record in records)
+    far = max(size.parameters / parameters, tokens / longest)
     if far > reach:
         raise UsageError(
             f"reach = {reach:g} is less than the {far:.3g} times by which the target exceeds the largest proxy, of "
-            f"{largest[0]:.3g} parameters and {largest[1]:.3g} tokens: use a smaller target, laws of larger proxies, "
+            f"{parameters:.3g} parameters and {longest:.3g} tokens: use a smaller target, laws of larger proxies, "
             "or a larger --reach"
         )
 

@@ -119,15 +119,14 @@ def _law(
     lengths = compute / sizes
 
     def law(theta: np.ndarray) -> np.ndarray:
-        def value(n: float, d: float) -> np.ndarray:
-            batch = fit.batch(n, d, is_late, theta)
-            if what == "batch":
-                return batch
-            return fit.rate(n, d, batch, theta) if what == "rate" else fit.loss(n, d, batch, None, is_late, theta)
+        batch = fit.batch(sizes, lengths, is_late, theta)
+        if what == "batch":
+            return batch
+        if what == "rate":
+            return fit.rate(sizes, lengths, batch, theta)
+        return fit.loss(sizes, lengths, batch, None, is_late, theta)
 
-        return np.array([value(n, d) for n, d in zip(sizes, lengths, strict=True)])
-
-    low, high = np.quantile(law(fit.samples), BAND, axis=1)
+    low, high = np.quantile(law(fit.samples[:, None, :]), BAND, axis=0)
     axes.fill_between(6 * compute, low, high, color=BLUE, alpha=0.15, label="5 to 95 %")
     axes.plot(6 * compute, law(fit.theta), color=BLUE, label="law")
     best: dict[tuple[float, int], float] = {}

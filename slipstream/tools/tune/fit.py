@@ -154,21 +154,16 @@ class Fit:
         late = np.asarray(is_late, float) * self.gap(parameters, tokens, batch, theta)
         return self.floor(parameters, tokens, theta) + np.exp(t["ln_k"]) * x**2 + np.exp(t["ln_w"]) * y**2 + late
 
-    def batch(self, parameters: float, tokens: float, is_late: bool, theta: Array | None = None) -> Array:
+    def batch(self, parameters: Any, tokens: Any, is_late: bool, theta: Array | None = None) -> Array:
         """Returns the batch with the lowest loss, at the best rate for it."""
-        theta = self.theta if theta is None else theta
         t, _, d, _ = self._unpack(theta, parameters, tokens, 1.0)
-        best = np.atleast_1d(np.exp(t["b"] + t["b_d"] * d) * self.centre.batch)
+        best = np.exp(t["b"] + t["b_d"] * d) * self.centre.batch
         if not is_late:
-            return best.reshape(theta.shape[:-1])
-        # With delay it is smaller: w y^2 grows towards small batches and the gap towards large ones.
-        factors = np.exp(np.linspace(-8, 0, 801))
-        tries = np.moveaxis(
-            np.array([self.loss(parameters, tokens, best * f, None, True, np.atleast_2d(theta)) for f in factors]),
-            0,
-            -1,
-        )
-        return (best * factors[tries.argmin(-1)]).reshape(theta.shape[:-1])
+            return best
+        # With y = ln B - ln B*, w y^2 + gap(B*) e^(s y) is lowest where 2 w y + s gap(B*) e^(s y) = 0.
+        s = np.maximum(t["g_s"], 0.05)
+        y = -lambert(s**2 * self.gap(parameters, tokens, best, theta) / (2 * np.exp(t["ln_w"]))) / s
+        return best * np.exp(y)
 
     def band(self, values: Array) -> tuple[float, float]:
         low, high = np.quantile(values, BAND)
@@ -260,6 +255,14 @@ def _excess(ends: Sequence[End]) -> Array:
     for key, end in zip(keys, ends, strict=True):
         best[key] = min(end.loss, best.get(key, math.inf))
     return np.array([end.loss / best[key] - 1 for key, end in zip(keys, ends, strict=True)])
+
+
+def lambert(z: Array) -> Array:
+    """Returns the solution x of x e^x = z, for z of 0 or more, by Newton's method."""
+    x = np.log1p(z)
+    for _ in range(20):
+        x = x - (x - z * np.exp(-x)) / (x + 1)
+    return x
 
 
 def least_squares(residuals: Callable[[Array], Array], start: Array, num_steps: int = 100) -> Array:

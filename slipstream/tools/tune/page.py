@@ -53,7 +53,7 @@ class Tuning:
 
     @property
     def spent(self) -> float:
-        return sum(record.flops for record in self.records)
+        return sum(record.flops for record in self.records) if self.budget else 0.0
 
     def tree(self) -> dict[str, object]:
         section, train = self.config.optimizer, self.config.train
@@ -167,7 +167,7 @@ def _prediction(tuning: Tuning, prediction: Prediction) -> list[str]:
     parts = ["<h2>If a value is wrong by a factor of two</h2>", _table(["what", "loss", "share"], wrong)]
     if sentence_ := advice_on_synchronous(tuning):
         parts += ["<h2>Delayed or synchronous</h2>", f"<p>{_text(sentence_)}</p>"]
-    if tuning.records:
+    if tuning.budget:
         parts += [
             "<h2>Cost</h2>",
             f"<p>{len(tuning.records)} trunks, {spent:.3g} FLOPs in {seconds:,.0f} s: {spent / tuning.flops:.2%} of "

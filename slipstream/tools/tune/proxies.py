@@ -36,7 +36,7 @@ MIN_STEPS = 40
 """Fewest steps of the shortest branch."""
 MICROBATCH_TOKENS = 16384
 """Most tokens in a microbatch of a proxy, unless a sequence is longer."""
-VALIDATION_TOKENS = 2**17
+VALIDATION_TOKENS = 2**16
 """Fewest held-out tokens that a branch is evaluated on, if the corpus has them."""
 
 
@@ -135,6 +135,13 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"model.num_heads = {model.num_heads} leaves no three smaller models with heads of the same size: leave "
             "--budget out"
         )
+    longest = max(_fewest_steps(found) for found in sets)
+    sets = [found for found in sets if _fewest_steps(found) >= MIN_STEPS]
+    if not sets:
+        raise ConfigError(
+            f"tokens = {tokens:.3g} is too few: the shortest branch of the proxies would make {longest} steps, and the "
+            f"fit needs {MIN_STEPS}, so give more --tokens or shorten model.sequence_length"
+        )
     whole = target.flops_per_token * tokens
     costs = [planned_flops(found, is_delayed(config)) / whole for found in sets]
     affordable = [found for found, cost in zip(sets, costs, strict=True) if cost <= budget]
@@ -144,13 +151,7 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"{whole:.3g} FLOPs, so use --budget {_share(min(costs))} or more"
         )
     chosen = affordable[-1]
-    smallest, largest = chosen[0], chosen[-1]
-    if (steps := smallest.horizons(round(smallest.batch * BATCH_FACTORS[-1]))[0]) < MIN_STEPS:
-        raise ConfigError(
-            f"tokens = {tokens:.3g} is too few: the smallest proxy of {smallest.name} parameters would make {steps} "
-            f"steps, and the fit needs {MIN_STEPS}, so give more --tokens or shorten model.sequence_length"
-        )
-    far = max(target.parameters / largest.size.parameters, tokens / largest.tokens)
+    largest, far = chosen[-1], _distance(chosen, target, tokens)
     if far > reach:
         near = [cost for found, cost in zip(sets, costs, strict=True) if _distance(found, target, tokens) <= reach]
         remedy = f"use --budget {_share(min(near))}" if near else "choose a smaller target"
@@ -159,6 +160,10 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"budget = {budget:.3%} pays for, of {largest.name} parameters: {remedy}, or a larger --reach"
         )
     return chosen
+
+
+def _fewest_steps(found: Sequence[Proxy]) -> int:
+    return min(proxy.horizons(round(proxy.batch * BATCH_FACTORS[-1]))[0] for proxy in found)
 
 
 def _distance(found: Sequence[Proxy], target: Size, tokens: float) -> float:
