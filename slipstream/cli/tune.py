@@ -16,16 +16,7 @@ from ..config.toml import to_toml
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
-from ..tools.tune.advice import (
-    TOKENS_PER_PARAMETER,
-    Size,
-    from_laws,
-    is_delayed,
-    law_rows,
-    remarks,
-    with_batch,
-    with_rate,
-)
+from ..tools.tune.advice import TOKENS_PER_PARAMETER, Size, is_delayed, law_rows, level_0, rate_factor
 from ..tools.tune.continued import check_reach, read_laws, tokens_before
 from ..tools.tune.figures import figures
 from ..tools.tune.fit import Fit
@@ -74,12 +65,12 @@ def main(arguments: list[str]) -> None:
     if config.model.name != "decoder":
         name = config.model.name.rpartition(".")[2]
     folder = given.output or Path(config.run.folder) / f"tune-{name}"
+    rate_factor(config, size.dim)  # raises now if the optimizer has no law
     screen = Screen()
     screen.print(
         f"{name}: {size.parameters:,.0f} parameters without embedding and head that a token uses, {tokens:.3g} tokens, "
         f"{size.flops_per_token * tokens:.3g} FLOPs, {config.optimizer.name}, {config.pipeline.schedule}"
     )
-    law = from_laws(config, size, tokens)
     fit: Fit | None = None
     records: list[Record] = []
     if budget is not None:
@@ -94,9 +85,7 @@ def main(arguments: list[str]) -> None:
         )
     if fit is None:
         prediction = None
-        chosen = with_batch(config, model.sequence_length, law.batch)
-        chosen = with_rate(chosen, size, model.sequence_length, law.rate, tokens)
-        said = remarks(chosen, model, size, law.batch)
+        chosen, said = level_0(config, model, size, tokens)
     else:
         before = tokens_before(fit, config, model, size, tokens, screen.print) if config.model.initial else 0.0
         prediction, chosen = predict(fit, config, model, tokens, before)

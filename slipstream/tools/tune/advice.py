@@ -66,6 +66,16 @@ def from_laws(config: Config, size: Size, tokens: float) -> Setting:
     return Setting(rate, STEP_LAW.batch(size.parameters, tokens))
 
 
+def level_0(config: Config, model: ModelSpec, size: Size, tokens: float) -> tuple[Config, list[str]]:
+    """Returns the configuration of the laws, and what to know about it. If the batch had to be rounded, the rate
+    follows with its square root."""
+    law = from_laws(config, size, tokens)
+    config = with_batch(config, model.sequence_length, law.batch)
+    rate = law.rate * math.sqrt(batch_of(config, model.sequence_length) / law.batch)
+    config = with_rate(config, size, model.sequence_length, rate, tokens)
+    return config, remarks(config, model, size, law.batch)
+
+
 def rate_factor(config: Config, dim: int) -> float:
     """Returns the learning rate of the optimizer as a multiple of AdamW's.
 

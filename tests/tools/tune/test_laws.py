@@ -15,6 +15,7 @@ from slipstream.tools.tune.advice import (
     from_laws,
     full_batch,
     law_rows,
+    level_0,
     rate_factor,
     remarks,
     with_batch,
@@ -96,12 +97,12 @@ def test_level_0_configures_a_run_of_the_wanted_tokens(optimizer):
     config, small = model("small", optimizer__name=optimizer)
     size, tokens = Size.of(small), 5e8
     law = from_laws(config, size, tokens)
-    made = with_rate(with_batch(config, 512, law.batch), size, 512, law.rate, tokens)
+    made, _ = level_0(config, small, size, tokens)
     batch, section = batch_of(made, 512), made.optimizer
     assert abs(made.train.steps * batch / tokens - 1) < 0.01
     assert abs(math.log(batch / law.batch)) < 0.2
     assert section.warmup_steps + section.decay_steps < made.train.steps
-    rate = STEP_LAW.rate(size.parameters, tokens)
+    rate = STEP_LAW.rate(size.parameters, tokens) * math.sqrt(batch / law.batch)
     factor = {"muon": 0.2 * math.sqrt(512), "adamw": 1, "soap": 3, "lion": 0.1}[optimizer]
     assert close(section.learning_rate, rate * factor) or abs(section.learning_rate / rate / factor - 1) < 5e-3
     others = [section.adamw_learning_rate] if optimizer in ("muon", "soap") else []
