@@ -1,8 +1,9 @@
-"""The command line: init | train | reshape | schedule | plan | profile | bench | study | report | timeline | prepare
-| export | generate | eval | completion.
+"""The command line: init | train | tune | reshape | schedule | plan | profile | bench | study | report | timeline
+| prepare | export | generate | eval | completion.
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
+    slipstream tune [CONFIG.toml] --tokens N [--budget 2%]
     slipstream reshape RUN LAYOUT
     slipstream schedule NAME --stages P --microbatches M
     slipstream plan [CONFIG.toml] --devices N --memory GIB
@@ -41,6 +42,7 @@ from ..transport.environment import under_torchrun
 COMMANDS = (
     "init",
     "train",
+    "tune",
     "reshape",
     "schedule",
     "plan",

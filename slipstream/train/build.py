@@ -57,7 +57,7 @@ class Components:
 
 
 @cache
-def _corpus(config: DataConfig) -> Corpus:
+def read_corpus(config: DataConfig) -> Corpus:
     """Reads the corpus once, in the process that launches the stages. Forked stages inherit the result."""
     return corpus_of(config)
 
@@ -76,7 +76,7 @@ def build_components(config: Config) -> Components:
         check_cuda(config)
     try:
         groups = parameter_groups(config)
-        corpus = _corpus(config.data)
+        corpus = read_corpus(config.data)
         model = model_of(config, corpus.vocab_size)
         if config.data.separate_documents:
             model = _separating(model, corpus)
@@ -118,7 +118,7 @@ def in_layout_of(config: Config, components: Components) -> Components:
 
     The configuration must have been checked already.
     """
-    batches, validation = _batches(config, components.model, _corpus(config.data))
+    batches, validation = _batches(config, components.model, read_corpus(config.data))
     sizes = _layers_per_stage(config, components.model)
     return replace(components, batches=batches, validation=validation, layers_per_stage=sizes)
 

@@ -13,6 +13,7 @@ device during a step. For small batches, a CUDA graph avoids that the device wai
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import time
@@ -20,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +104,16 @@ class GroupState:
     products: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of everything that decides how a run continues."""
+
+    slabs: list[tuple[Tensor, list[Tensor]]]
+    """Masters and weight versions of every slab."""
+    optimizers: list[dict[str, Any]]
+    predictors: list[Predictor]
+
+
 class DelayedRun:
     def __init__(self, cell: Cell, components: Components, device: torch.device) -> None:
         self._cell, self._components, self._device = cell, components, device
@@ -149,6 +161,7 @@ class DelayedRun:
         self.losses = torch.zeros(self.steps, dtype=torch.float64, device=device)
         """Training loss by step, on the device."""
         self.clock = StepClock(device)
+        self._learning_rate = components.learning_rate
 
     @property
     def _slabs(self) -> Iterator[Slab]:
@@ -162,13 +175,41 @@ class DelayedRun:
             found |= dict(zip(slab.names, views, strict=True))
         return found
 
-    def train(self, track_every: int = 0) -> Iterator[int]:
+    def snapshot(self) -> Snapshot:
+        """Copies the state after the last update. The run may then continue in more than one way."""
+        return Snapshot(
+            [(slab.master.clone(), [version.clone() for version in slab.versions]) for slab in self._slabs],
+            [copy.deepcopy(state.optimizer.state_dict()) for state in self.groups],
+            [copy.deepcopy(state.predictor) for state in self.groups],
+        )
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        for slab, (master, versions) in zip(self._slabs, snapshot.slabs, strict=True):
+            slab.master.copy_(master)
+            slab.versions = deque((version.clone() for version in versions), maxlen=slab.versions.maxlen)
+        for state, values, predictor in zip(self.groups, snapshot.optimizers, snapshot.predictors, strict=True):
+            state.optimizer.load_state_dict(copy.deepcopy(values))
+            state.predictor, state.previous = copy.deepcopy(predictor), None
+
+    def train(
+        self,
+        track_every: int = 0,
+        first: int = 0,
+        last: int | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+    ) -> Iterator[int]:
         """Trains, and yields the number of updates after each update.
 
-        track_every: number of steps between two cosines of consecutive updates. 0 means none."""
+        track_every: number of steps between two cosines of consecutive updates. 0 means none. first: number of updates
+        that were made before. last: number of updates after which to stop. None means all. learning_rate: schedule to
+        follow instead of that of the cell."""
         gradients = self._as_graph(self._gradients, self._components.batches(0, 0))
-        with _prefetched(self._batches(), self._device) as batches:
-            for step in range(self.steps):
+        self._learning_rate = learning_rate or self._components.learning_rate
+        steps = range(first, self.steps if last is None else last)
+        self.losses[steps.start : steps.stop] = 0
+        with _prefetched(self._batches(steps), self._device) as batches:
+            for step in steps:
                 start = self.clock.mark()
                 self._accumulate(step, batches, gradients)
                 middle = self.clock.mark()
@@ -176,8 +217,8 @@ class DelayedRun:
                 self.clock.add(start, middle, self.clock.mark())
                 yield step + 1
 
-    def _batches(self) -> Iterator[Batch]:
-        for step in range(self.steps):
+    def _batches(self, steps: range) -> Iterator[Batch]:
+        for step in steps:
             for microbatch in range(self.num_microbatches):
                 yield self._components.batches(step, microbatch)
 
@@ -218,7 +259,7 @@ class DelayedRun:
         for state in self.groups:
             group, optimizer, slabs = state.group, state.optimizer, state.slabs
             for param_group, base in zip(optimizer.param_groups, state.base_rates, strict=True):
-                param_group["lr"] = base * self._components.learning_rate(step)
+                param_group["lr"] = base * self._learning_rate(step)
             _clip([slab.gradient for slab in slabs], group.clip_norm)
             decay = 1 - optimizer.param_groups[0]["lr"] * group.weight_decay
             for slab in slabs:

@@ -207,3 +207,35 @@ def test_cosines_are_of_consecutive_updates() -> None:
     for step, products in run.groups[0].products:
         u, v = updates[step], updates[step - 1]
         assert products.tolist() == pytest.approx([float(u @ v), float(u @ u), float(v @ v)], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["two_bw", "one_f_one_b", "pipedream"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "normuon"])
+def test_a_decay_from_a_snapshot_equals_a_run_with_that_schedule_bitwise(optimizer, schedule):
+    def cell(steps: int) -> Cell:
+        return Cell(
+            changed(
+                BASE,
+                optimizer__name=optimizer,
+                optimizer__schedule="1-sqrt",
+                optimizer__warmup_steps=2,
+                optimizer__decay_steps=3,
+                pipeline__schedule=schedule,
+                train__dtype="float32",
+                train__steps=steps,
+            )
+        )
+
+    trunk = DelayedRun(cell(12), build_components(cell(12).config), CPU)
+    ends = []
+    for steps, start in ((8, 0), (12, 5)):
+        rates = build_components(cell(steps).config).learning_rate
+        list(trunk.train(first=start, last=steps - 3, learning_rate=rates))
+        kept = trunk.snapshot()
+        list(trunk.train(first=steps - 3, last=steps, learning_rate=rates))
+        ends.append(({name: weight.clone() for name, weight in trunk.weights().items()}, trunk.losses[:steps].clone()))
+        trunk.restore(kept)
+    for (weights, losses), steps in zip(ends, (8, 12), strict=True):
+        alone, its_losses, _ = run_study(cell(steps))
+        assert all(torch.equal(weights[name], alone[name]) for name in alone)
+        assert losses[-3:].tolist() == its_losses[-3:]

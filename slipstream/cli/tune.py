@@ -1,0 +1,225 @@
+"""`slipstream tune`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from ..config.models import model_of
+from ..config.schema import Config
+from ..config.toml import to_toml
+from ..errors import UsageError
+from ..model.spec import ModelSpec
+from ..observe.console import Screen
+from ..tools.tune.advice import TOKENS_PER_PARAMETER, Size, is_delayed, law_rows, level_0, rate_factor
+from ..tools.tune.continued import check_reach, read_laws, tokens_before
+from ..tools.tune.figures import figures
+from ..tools.tune.fit import Fit
+from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
+from ..tools.tune.predict import predict
+from ..tools.tune.proxies import choose_proxies, planned_flops
+from ..tools.tune.trunks import Laboratory, Record, check_corpus, corpus_vocab_size, explore
+from ..transport.environment import under_torchrun
+from .config_arguments import config_of, parse_with_config
+
+
+@dataclass(frozen=True)
+class TuneArguments(Config):
+    """Chooses learning rate, batch and number of steps for a model and a number of tokens, and writes a configuration
+    that trains with them.
+
+    Without --budget it takes published laws and runs nothing. With --budget it trains small models of the same family
+    on the same text, with the same delay, and fits laws to them: they also predict the final loss and what the delay
+    adds to it. With --model.initial it continues a trained model: it takes its loss, finds after how many tokens the
+    law expects this loss, and counts these tokens as done. CONFIG.toml and --section.field are those of `slipstream
+    train`.
+    """
+
+    tokens: float | None = None
+    """Tokens to train on. By default 20 for every parameter that a token uses."""
+    budget: str | None = None
+    """Share of the target's FLOPs that small models may use, such as 2%."""
+    reach: float = 30.0
+    """How many times the parameters and the tokens of the largest small model the target may have."""
+    laws: Path | None = None
+    """A tune.json of an earlier tuning with --budget, whose laws are used again."""
+    output: Path | None = None
+    """Folder to write to; by default runs/tune-NAME, with the preset as name. Small models that were trained before are
+    found there and not trained again."""
+
+
+def main(arguments: list[str]) -> None:
+    given, _, _ = parse_with_config(TuneArguments, arguments, "tune")
+    config = config_of(given)
+    budget = _check(given)
+    needs_corpus = budget is not None or bool(config.model.initial)
+    model = model_of(config, corpus_vocab_size(config) if needs_corpus else 0)
+    size = Size.of(model)
+    tokens = given.tokens or float(TOKENS_PER_PARAMETER * model.num_active_parameters())
+    name = Path(config.model.initial or config.model.hf or config.model.preset).name
+    if config.model.name != "decoder":
+        name = config.model.name.rpartition(".")[2]
+    folder = given.output or Path(config.run.folder) / f"tune-{name}"
+    rate_factor(config, size.dim)  # raises now if the optimizer has no law
+    screen = Screen()
+    screen.print(
+        f"{name}: {size.parameters:,.0f} parameters without embedding and head that a token uses, {tokens:.3g} tokens, "
+        f"{size.flops_per_token * tokens:.3g} FLOPs, {config.optimizer.name}, {config.pipeline.schedule}"
+    )
+    fit: Fit | None = None
+    records: list[Record] = []
+    if budget is not None:
+        fit, records = _fit(config, model, size, tokens, budget, given.reach, folder, screen)
+    elif given.laws is not None:
+        fit, records = read_laws(given.laws, config)
+        check_reach(records, size, tokens, given.reach)
+    elif config.model.initial:
+        raise UsageError(
+            f"model.initial = {config.model.initial!r} needs laws of its text: give --budget 2%, or --laws with the "
+            "tune.json of an earlier tuning"
+        )
+    if fit is None:
+        prediction = None
+        chosen, said = level_0(config, model, size, tokens)
+    else:
+        before = tokens_before(fit, config, model, size, tokens, screen.print) if config.model.initial else 0.0
+        prediction, chosen = predict(fit, config, model, tokens, before)
+        said = _continued_remarks(config, before, tokens)
+    rows = law_rows(config, size, tokens)
+    length = model.sequence_length
+    tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0)
+    _print(screen, tuning)
+    _write(tuning, folder, screen)
+
+
+def _check(given: TuneArguments) -> float | None:
+    """Returns the budget as a share. None means that there is none."""
+    if under_torchrun():
+        raise UsageError("slipstream tune is one process: start it without torchrun")
+    if given.tokens is not None and not 0 < given.tokens < math.inf:
+        raise UsageError(f"tokens = {given.tokens} is invalid: use a number above 0")
+    if not 1 <= given.reach < math.inf:
+        raise UsageError(f"reach = {given.reach} is invalid: use 1 or more")
+    if given.budget is not None and given.laws is not None:
+        raise UsageError("budget and laws are two ways to get laws: leave out one of them")
+    if given.budget is None:
+        return None
+    text, is_percent = given.budget.removesuffix("%"), given.budget.endswith("%")
+    try:
+        share = float(text) / (100 if is_percent else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 10:
+        raise UsageError(f"budget = {given.budget!r} is no share: write a percentage, such as 2%")
+    return share
+
+
+def _fit(
+    config: Config,
+    model: ModelSpec,
+    size: Size,
+    tokens: float,
+    budget: float,
+    reach: float,
+    folder: Path,
+    screen: Screen,
+) -> tuple[Fit, list[Record]]:
+    proxies = choose_proxies(config, model, tokens, budget, reach)
+    check_corpus(proxies)
+    allowed, planned = budget * size.flops_per_token * tokens, planned_flops(proxies, is_delayed(config))
+    trunks = folder / "trunks"
+    _make(trunks)
+    names = ", ".join(f"{proxy.name} on {proxy.tokens:.3g} tokens" for proxy in proxies)
+    screen.print(
+        f"proxies: {names}; {planned:.3g} FLOPs, {planned / (size.flops_per_token * tokens):.2%} of the target's; "
+        f"finished ones are kept in {trunks}"
+    )
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=screen,
+        disable=not screen.is_terminal,
+    )
+    with progress:
+        task = progress.add_task("proxies", total=planned)
+        laboratory = Laboratory(trunks, allowed, lambda flops: progress.advance(task, flops), screen.print)
+        fit = explore(proxies, laboratory)
+    return fit, list(laboratory.records.values())
+
+
+def _continued_remarks(config: Config, before: float, tokens: float) -> list[str]:
+    if not before:
+        return []
+    found = [
+        f"The weights of {config.model.initial} count as {before:.3g} tokens from scratch: rate and batch are those of "
+        f"{before + tokens:.3g} tokens (arXiv:2606.05610)."
+    ]
+    if config.optimizer.name == "muon":
+        found.append(
+            "If AdamW trained these weights, Muon may forget more of them than AdamW does (arXiv:2605.10468): compare "
+            "with optimizer.name = 'adamw'."
+        )
+    return found
+
+
+def _print(screen: Screen, tuning: Tuning) -> None:
+    screen.print("")
+    for what, value, detail in summary(tuning):
+        screen.print(f"  {what:<20}{value:<18}{detail}")
+    screen.print("\npublished laws")
+    for row in tuning.laws:
+        rate = "no rate" if row.rate is None else f"rate of AdamW {row.rate:.3g} (here {row.converted:.3g})"
+        batch = "" if row.batch is None else f", batch {row.batch:,.0f} tokens"
+        screen.print(f"  {row.name}, {row.source}: {rate}{batch}; fitted on {row.fitted_on}")
+    screen.print("")
+    for remark in tuning.remarks:
+        screen.print(remark)
+    if tuning.prediction:
+        for what, added in tuning.prediction.wrong.items():
+            screen.print(f"  {what}: loss {added:+.4f}")
+        screen.print(advice_on_synchronous(tuning))
+    if tuning.budget:
+        screen.print(
+            f"cost: {len(tuning.records)} trunks, {tuning.spent:.3g} FLOPs, {tuning.spent / tuning.flops:.2%} of the "
+            "target's"
+        )
+
+
+def _write(tuning: Tuning, folder: Path, screen: Screen) -> None:
+    _make(folder)
+    drawings = {}
+    if tuning.fit is not None and tuning.prediction is not None:
+        total = tuning.tokens + tuning.prediction.equivalent_tokens
+        drawings = figures(
+            tuning.fit, tuning.prediction, tuning.records, tuning.size.parameters, total, bool(tuning.prediction.gap)
+        )
+    head = f"# slipstream train {folder / 'tuned.toml'}\n# made by slipstream tune, {time.strftime('%Y-%m-%d')}\n"
+    texts = {
+        "tuned.toml": f"{head}\n{to_toml(tuning.config)}",
+        "tune.json": json.dumps(tuning.tree(), indent=1) + "\n",
+        "tune.html": page(tuning, drawings),
+    }
+    try:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    screen.print(f"\n{folder}: {', '.join(texts)}\n\n  slipstream train {folder / 'tuned.toml'}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"output = {str(folder)!r} cannot be written ({error.strerror}): choose another")

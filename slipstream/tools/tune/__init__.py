@@ -1,0 +1,1 @@
+"""Chooses learning rate, batch and length of a run, and predicts its loss: `slipstream tune`."""

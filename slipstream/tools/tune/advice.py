@@ -1,0 +1,238 @@
+"""Level 0: a setting from published laws, without a run; and the configuration of any setting.
+
+    config = configured(Setting(rate, batch), config, model, tokens)
+
+The batch is rounded to microbatches that keep the pipeline full. Warm-up, decay and weight decay follow from rate,
+batch and tokens in the same way for the proxies and for the target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...config.defaults import LEARNING_RATES, leaves_rest_to_adamw
+from ...config.rules import schedule_of
+from ...config.schema import Config
+from ...errors import ConfigError
+from ...model.spec import ModelSpec
+from .laws import GAPS, GAPS_SOURCE, LAWS, STEP_LAW, UNKNOWN, measured_gap, weight_decay
+
+TOKENS_PER_PARAMETER = 20
+WARMUP_SHARE, MAX_WARMUP_STEPS = 0.05, 1000
+DECAY_SHARE = 0.2
+"""Share of the steps at the end in which the rate falls, as in Hägele et al. (arXiv:2405.18392)."""
+SPECTRAL = ("muon", "normuon", "scion")
+"""Optimizers whose update has a spectral norm of the learning rate."""
+DEAR = 0.01
+"""Gap of the delay in nats from which it deserves a warning."""
+LARGE_BATCH = 2.0
+"""Number of times the batch of the law from which a batch deserves a warning."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the laws need to know about a model."""
+
+    parameters: float
+    """N: parameters of the blocks that a token uses."""
+    flops_per_token: float
+    dim: int
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> Size:
+        with torch.device("meta"):
+            layers = list(model.layers().children())
+        inner = sum(parameter.numel() for layer in layers[1:-1] for parameter in layer.parameters())
+        idle = model.num_parameters() - model.num_active_parameters()
+        return cls(inner - idle, model.flops_per_token(), model.dim)
+
+
+@dataclass(frozen=True)
+class Setting:
+    rate: float
+    """Peak learning rate of the optimizer: of the matrices, where AdamW updates the rest."""
+    batch: float
+    """Tokens in a step."""
+
+
+def from_laws(config: Config, size: Size, tokens: float) -> Setting:
+    """Returns the setting of Step Law, with its rate converted for the optimizer."""
+    assert STEP_LAW.rate is not None and STEP_LAW.batch is not None
+    rate = STEP_LAW.rate(size.parameters, tokens) * rate_factor(config, size.dim)
+    return Setting(rate, STEP_LAW.batch(size.parameters, tokens))
+
+
+def level_0(config: Config, model: ModelSpec, size: Size, tokens: float) -> tuple[Config, list[str]]:
+    """Returns the configuration of the laws, and what to know about it. If the batch had to be rounded, the rate
+    follows with its square root."""
+    law = from_laws(config, size, tokens)
+    config = with_batch(config, model.sequence_length, law.batch)
+    rate = law.rate * math.sqrt(batch_of(config, model.sequence_length) / law.batch)
+    config = with_rate(config, size, model.sequence_length, rate, tokens)
+    return config, remarks(config, model, size, law.batch)
+
+
+def rate_factor(config: Config, dim: int) -> float:
+    """Returns the learning rate of the optimizer as a multiple of AdamW's.
+
+    Moonlight (arXiv:2502.16982) makes Muon's update as large as AdamW's with 0.2 sqrt(max(rows, cols)). Our Muon scales
+    with sqrt(max(1, rows / cols)), so its rate has to contain 0.2 sqrt(cols), and most matrices have dim columns.
+    Optimizers that work element by element keep the ratio of our own sweep (docs/results/delay.md).
+    """
+    name = config.optimizer.name
+    if name in SPECTRAL:
+        return 0.2 * math.sqrt(dim)
+    if name not in LEARNING_RATES:
+        raise ConfigError(
+            f"optimizer.name = {name!r} has no law for its learning rate: tune knows {', '.join(LEARNING_RATES)}"
+        )
+    return LEARNING_RATES[name] / LEARNING_RATES["adamw"]
+
+
+def full_batch(config: Config, sequence_length: int, batch: float) -> tuple[int, int]:
+    """Returns (microbatch size, microbatches) of about `batch` tokens in a step that keep the pipeline full: at least
+    as many microbatches as stages, and as the schedule needs. The configured size is reduced if there would be too
+    few."""
+    sequences = batch / (sequence_length * config.pipeline.replicas)
+    least = max(schedule_of(config).min_microbatches, config.pipeline.stages)
+    size = min(config.train.microbatch_size, max(1, int(sequences / least)))
+    return size, max(least, round(sequences / size))
+
+
+def batch_of(config: Config, sequence_length: int) -> int:
+    """Returns the tokens in a step of a configuration."""
+    return config.train.microbatch_size * config.pipeline.microbatches * config.pipeline.replicas * sequence_length
+
+
+def with_batch(config: Config, sequence_length: int, batch: float) -> Config:
+    """Returns the configuration with about `batch` tokens in a step."""
+    size, microbatches = full_batch(config, sequence_length, batch)
+    return replace(
+        config,
+        train=replace(config.train, microbatch_size=size),
+        pipeline=replace(config.pipeline, microbatches=microbatches),
+    )
+
+
+def with_rate(config: Config, size: Size, sequence_length: int, rate: float, tokens: float) -> Config:
+    """Returns the configuration with this rate and all that follows from it and from the batch, for a run of this many
+    tokens."""
+    batch = batch_of(config, sequence_length)
+    steps = max(1, round(tokens / batch))
+    section = replace(
+        config.optimizer,
+        learning_rate=_short(rate),
+        adamw_learning_rate=(
+            _short(rate / rate_factor(config, size.dim)) if leaves_rest_to_adamw(config.optimizer) else None
+        ),
+        weight_decay=_short(weight_decay(size.parameters, tokens, batch, rate)),
+        schedule="1-sqrt",
+        warmup_steps=warmup_steps(steps),
+        decay_steps=decay_steps(steps),
+        final_fraction=0.0,
+        horizon_steps=None,
+    )
+    return replace(config, optimizer=section, train=replace(config.train, steps=steps))
+
+
+def warmup_steps(steps: int) -> int:
+    return min(MAX_WARMUP_STEPS, int(steps * WARMUP_SHARE))
+
+
+def decay_steps(steps: int) -> int:
+    return int(steps * DECAY_SHARE)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def is_delayed(config: Config) -> bool:
+    schedule = schedule_of(config)
+    return schedule.traits.drifts or any(schedule.delay(stage) for stage in range(schedule.num_stages))
+
+
+@dataclass(frozen=True)
+class LawRow:
+    """What one law says about the target."""
+
+    name: str
+    source: str
+    formula: str
+    fitted_on: str
+    rate: float | None
+    """Rate of AdamW."""
+    converted: float | None
+    """Rate of the configured optimizer."""
+    batch: float | None
+    is_covered: bool
+
+    def tree(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+
+def law_rows(config: Config, size: Size, tokens: float) -> list[LawRow]:
+    rows = []
+    for law in LAWS:
+        rate = law.rate(size.parameters, tokens) if law.rate else None
+        converted = None if rate is None else rate * rate_factor(config, size.dim)
+        batch = law.batch(size.parameters, tokens) if law.batch else None
+        covered = law.covers(size.parameters)
+        rows.append(LawRow(law.name, law.source, law.formula, law.fitted_on, rate, converted, batch, covered))
+    return rows
+
+
+def remarks(config: Config, model: ModelSpec, size: Size, wanted_batch: float) -> list[str]:
+    """Returns what to know about a setting of level 0. config: that of the setting. wanted_batch: the batch before it
+    was rounded."""
+    found, batch, name = [], batch_of(config, model.sequence_length), config.optimizer.name
+    if not STEP_LAW.covers(size.parameters):
+        low, high = STEP_LAW.parameters
+        found.append(
+            f"{size.parameters:.3g} parameters without embedding and head are outside the runs of {STEP_LAW.name} "
+            f"({low:.0e} to {high:.0e}): the rate is an extrapolation."
+        )
+    if model.num_experts:
+        found.append(
+            "N counts the parameters that a token uses, of the experts those that are chosen: an assumption, because "
+            "the laws were fitted on dense models."
+        )
+    if name in SPECTRAL:
+        found.append(
+            f"The rate of {name} is 0.2 sqrt(dim) = {rate_factor(config, size.dim):.2f} times AdamW's (Moonlight, "
+            "arXiv:2502.16982); embedding, head and norms keep AdamW's."
+        )
+    elif name != "adamw":
+        found.append(
+            f"The rate of {name} is {rate_factor(config, size.dim):g} times AdamW's, the ratio of the best rates of "
+            "our own sweep at 25M parameters."
+        )
+    if batch > LARGE_BATCH * wanted_batch:
+        found.append(
+            f"A pipeline of {config.pipeline.stages} stages and {config.pipeline.replicas} replicas needs {batch:,} "
+            f"tokens in a step, {batch / wanted_batch:.1f} times the {wanted_batch:,.0f} of the law: use shorter "
+            "sequences, fewer stages or fewer replicas."
+        )
+    if is_delayed(config):
+        found.append(gap_remark(config))
+    return found
+
+
+def gap_remark(config: Config) -> str:
+    """Returns what the delay costs at this number of steps, by our own measurements."""
+    section, steps = config.optimizer, config.train.steps
+    law = measured_gap(section.name, section.error_feedback != 0)
+    stands_in = "" if (section.name, True) in GAPS else f" (those of {UNKNOWN}: {section.name} has too few)"
+    mode = "with" if section.error_feedback else "without"
+    cost = law(steps)
+    warning = ""
+    if cost > DEAR:
+        warning = "Warning: this is much. A smaller batch costs less, and so does pipeline.schedule = 'one_f_one_b'. "
+    return (
+        f"{warning}The delay costs about {cost:.2g} nats in {steps:,} steps {mode} error feedback, and "
+        f"{law(2 * steps):.2g} in twice as many steps of half the batch: by {GAPS_SOURCE}{stands_in}."
+    )

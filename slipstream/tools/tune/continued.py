@@ -1,0 +1,76 @@
+"""Level 2: laws of an earlier tuning, and continued training by equivalent tokens (arXiv:2606.05610)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ...config.files import read_plain_file
+from ...config.schema import Config
+from ...errors import ConfigError, UsageError
+from ...model.registry import Decoder
+from ...model.spec import ModelSpec
+from ...train.build import build_components
+from ..study.delayed import DelayedRun
+from .advice import Size
+from .fit import Fit
+from .predict import equivalent_tokens
+from .proxies import proxy_of
+from .trunks import Record
+
+
+def read_laws(path: Path, config: Config) -> tuple[Fit, list[Record]]:
+    """Reads the fit of a tune.json and the trunks that it was made from."""
+    try:
+        tree = json.loads(read_plain_file(path))
+        fitted = tree["fit"]
+        if fitted is None:
+            raise UsageError(
+                f"laws = {str(path)!r} is of a tuning without --budget and has none: make one with --budget"
+            )
+        fit = Fit.from_tree(fitted)
+        records = [Record(**row) for row in tree["trunks"]]
+        optimizer = tree["target"]["optimizer"]
+    except OSError as error:
+        raise UsageError(f"laws = {str(path)!r} cannot be read ({error.strerror}): name a tune.json") from error
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"laws = {str(path)!r} is no tune.json ({error}): name one of slipstream tune") from error
+    if optimizer != config.optimizer.name:
+        raise UsageError(
+            f"laws = {str(path)!r} is of optimizer.name = {optimizer!r}, not of {config.optimizer.name!r}: make one "
+            "with --budget"
+        )
+    return fit, records
+
+
+def check_reach(records: Sequence[Record], size: Size, tokens: float, reach: float) -> None:
+    """Raises a UsageError if the target is too far from the largest proxy."""
+    parameters = max(record.parameters for record in records)
+    longest = max(record.batch * max(record.steps) for record in records)
+    far = max(size.parameters / parameters, tokens / longest)
+    if far > reach:
+        raise UsageError(
+            f"reach = {reach:g} is less than the {far:.3g} times by which the target exceeds the largest proxy, of "
+            f"{parameters:.3g} parameters and {longest:.3g} tokens: use a smaller target, laws of larger proxies, "
+            "or a larger --reach"
+        )
+
+
+def tokens_before(
+    fit: Fit, config: Config, model: ModelSpec, size: Size, tokens: float, say: Callable[[str], None]
+) -> float:
+    """Evaluates the weights of model.initial, and returns after how many tokens the law expects their loss."""
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"model.initial = {config.model.initial!r} is no decoder: give the folder of one")
+    proxy = proxy_of(config, model, size, tokens)
+    cell = proxy.cell(1e-3, proxy.batch, False)
+    run = DelayedRun(cell, build_components(cell.config), torch.device(cell.config.train.device))
+    loss = run.evaluate().item()
+    before = equivalent_tokens(fit, size, loss, config.model.initial)
+    say(f"{config.model.initial}: held-out loss {loss:.4f}, as after {before:.3g} tokens from scratch")
+    return before

@@ -1,0 +1,292 @@
+"""Fits one law to the ends of all branches: loss, best learning rate, best batch, and the gap of the delay.
+
+    L = E + A N^-alpha + C D^-beta + k (ln lr - ln lr*)^2 + w (ln B - ln B*)^2 + gap
+    ln lr* = r + r_n ln N + r_d ln D + r_b ln B         ln B* = b + b_d ln D
+    gap = g (D / B)^-g_s N^g_n, for delayed runs only
+
+N, D and B are divided by the geometric means of the proxies', so that every constant is a value in their midst. The gap
+depends on the batch through the number of steps D / B: so it was in all our measurements (docs/results/delay.md). A
+delayed run therefore wants a smaller batch than B*, which is that of a synchronous run.
+
+Every parameter has a weak prior, mostly from published exponents, so that a parameter which the proxies hardly
+determine stays plausible. Bands come from repeated fits to the fitted losses plus errors as large as the residuals
+were: half of the variance for a whole trunk, because its branches share a fate, and half for every branch. The centres
+of the priors are drawn anew too, so a band is as wide as the prior where the proxies say nothing. Resampling whole
+trunks would too often leave out one of the few synchronous ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .laws import GapLaw
+
+Array = np.ndarray
+
+NUM_SAMPLES = 200
+BAND = (0.05, 0.95)
+NOISE = 0.002
+"""Relative spread of a final loss that is assumed at least: between seeds it is 0.0004 to 0.004 (docs/results)."""
+FAR = 0.03
+"""Relative excess over the best loss at the same size and length at which a point counts half. The parabolas hold near
+the optimum only."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one branch."""
+
+    trunk: str
+    parameters: float
+    tokens: float
+    batch: float
+    rate: float
+    is_late: bool
+    loss: float
+
+    @property
+    def steps(self) -> float:
+        return self.tokens / self.batch
+
+
+@dataclass(frozen=True)
+class Prior:
+    name: str
+    mean: float
+    spread: float
+    reason: str
+
+
+def priors(
+    ends: Sequence[End], is_spectral: bool, guess: Callable[[float, float], tuple[float, float]], gap: GapLaw
+) -> list[Prior]:
+    """Returns the priors of all parameters.
+
+    guess: function (N, D) -> rate and batch of level 0. gap: our measured gap of this optimizer.
+    """
+    centre = Centre.of(ends)
+    best = min(end.loss for end in ends)
+    rate, batch = guess(centre.parameters, centre.tokens)
+    at_batch = math.log(rate) + 0.5 * math.log(centre.batch / batch)
+    rate_by_size = Prior("r_n", -0.3, 0.3, "Muon's rate hardly depends on the width; Step Law -0.71 for AdamW")
+    if not is_spectral:
+        rate_by_size = Prior("r_n", -0.5, 0.3, "Step Law -0.71, DeepSeek -0.25")
+    return [
+        Prior("ln_E", math.log(0.6 * best), 0.4, "between a third and nine tenths of the best loss"),
+        Prior("ln_A", math.log(0.2 * best), 1.5, "hardly any"),
+        Prior("alpha", 0.34, 0.1, "Chinchilla 0.34, arXiv:2203.15556"),
+        Prior("ln_C", math.log(0.2 * best), 1.5, "hardly any"),
+        Prior("beta", 0.3, 0.1, "Chinchilla 0.28, refitted 0.37, arXiv:2404.10102"),
+        Prior("ln_k", math.log(0.018 * best), 0.7, "our sweep of Muon and AdamW at 25M parameters"),
+        Prior("r", at_batch, 1.0, "level 0"),
+        rate_by_size,
+        Prior("r_d", -0.15, 0.2, "at a fixed batch: Step Law 0.02, MuonH -0.32, arXiv:2603.28743"),
+        Prior("r_b", 0.5, 0.25, "the square-root rule; our sweep of Muon 0.63"),
+        Prior("ln_w", math.log(0.007 * best), 0.7, "our sweep of Muon at 25M parameters"),
+        Prior("b", math.log(batch / centre.batch), 1.0, "level 0"),
+        Prior("b_d", 0.5, 0.15, "Step Law 0.57, Power Lines 0.38"),
+        Prior("ln_g", math.log(gap(centre.steps)), 1.0, "our runs of 25M parameters"),
+        Prior("g_s", gap.exponent, 0.3, "our runs of 25M parameters"),
+        Prior("g_n", 0.0, 0.2, "no dependence on the size"),
+    ]
+
+
+@dataclass(frozen=True)
+class Centre:
+    """Geometric means over the proxies."""
+
+    parameters: float
+    tokens: float
+    batch: float
+
+    @classmethod
+    def of(cls, ends: Sequence[End]) -> Centre:
+        def mean(name: str) -> float:
+            return math.exp(sum(math.log(getattr(end, name)) for end in ends) / len(ends))
+
+        return cls(mean("parameters"), mean("tokens"), mean("batch"))
+
+    @property
+    def steps(self) -> float:
+        return self.tokens / self.batch
+
+
+@dataclass(frozen=True)
+class Fit:
+    priors: list[Prior]
+    centre: Centre
+    theta: Array
+    """(parameters): the best fit."""
+    samples: Array
+    """(NUM_SAMPLES, parameters): repeated fits."""
+    noise: float
+    """Relative spread of an observed loss around the law."""
+
+    # ---- the law. theta: one vector, or one per row; the result has the same number of rows.
+
+    def rate(self, parameters: Any, tokens: Any, batch: Any, theta: Array | None = None) -> Array:
+        """Returns the best learning rate for a batch."""
+        t, n, d, b = self._unpack(theta, parameters, tokens, batch)
+        return np.exp(t["r"] + t["r_n"] * n + t["r_d"] * d + t["r_b"] * b)
+
+    def gap(self, parameters: Any, tokens: Any, batch: Any, theta: Array | None = None) -> Array:
+        t, n, d, b = self._unpack(theta, parameters, tokens, batch)
+        return np.exp(t["ln_g"] - t["g_s"] * (d - b) + t["g_n"] * n)
+
+    def floor(self, parameters: Any, tokens: Any, theta: Array | None = None) -> Array:
+        """Returns the loss at the best rate and batch, without delay."""
+        t, n, d, _ = self._unpack(theta, parameters, tokens, self.centre.batch)
+        return np.exp(t["ln_E"]) + np.exp(t["ln_A"] - t["alpha"] * n) + np.exp(t["ln_C"] - t["beta"] * d)
+
+    def loss(
+        self, parameters: Any, tokens: Any, batch: Any, rate: Any, is_late: Any, theta: Array | None = None
+    ) -> Array:
+        """Returns the loss. rate: None means the best one for the batch."""
+        t, _, d, b = self._unpack(theta, parameters, tokens, batch)
+        best = self.rate(parameters, tokens, batch, theta)
+        x = 0.0 if rate is None else np.log(rate) - np.log(best)
+        y = b - (t["b"] + t["b_d"] * d)
+        late = np.asarray(is_late, float) * self.gap(parameters, tokens, batch, theta)
+        return self.floor(parameters, tokens, theta) + np.exp(t["ln_k"]) * x**2 + np.exp(t["ln_w"]) * y**2 + late
+
+    def batch(self, parameters: Any, tokens: Any, is_late: bool, theta: Array | None = None) -> Array:
+        """Returns the batch with the lowest loss, at the best rate for it."""
+        t, _, d, _ = self._unpack(theta, parameters, tokens, 1.0)
+        best = np.exp(t["b"] + t["b_d"] * d) * self.centre.batch
+        if not is_late:
+            return best
+        # With y = ln B - ln B*, w y^2 + gap(B*) e^(s y) is lowest where 2 w y + s gap(B*) e^(s y) = 0.
+        s = np.maximum(t["g_s"], 0.05)
+        y = -lambert(s**2 * self.gap(parameters, tokens, best, theta) / (2 * np.exp(t["ln_w"]))) / s
+        return best * np.exp(y)
+
+    def band(self, values: Array) -> tuple[float, float]:
+        low, high = np.quantile(values, BAND)
+        return float(low), float(high)
+
+    def _unpack(
+        self, theta: Array | None, parameters: Any, tokens: Any, batch: Any
+    ) -> tuple[dict[str, Array], Any, Any, Any]:
+        theta = self.theta if theta is None else theta
+        names = {prior.name: theta[..., index] for index, prior in enumerate(self.priors)}
+        n, d = np.log(parameters / self.centre.parameters), np.log(tokens / self.centre.tokens)
+        return names, n, d, np.log(batch / self.centre.batch)
+
+    # ---- files
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "parameters": [
+                {
+                    "name": prior.name,
+                    "value": float(self.theta[index]),
+                    "band": self.band(self.samples[:, index]),
+                    "prior": [prior.mean, prior.spread],
+                    "reason": prior.reason,
+                }
+                for index, prior in enumerate(self.priors)
+            ],
+            "centre": vars(self.centre),
+            "noise": self.noise,
+            "samples": np.round(self.samples, 6).tolist(),
+        }
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> Fit:
+        rows = tree["parameters"]
+        found = [Prior(row["name"], row["prior"][0], row["prior"][1], row["reason"]) for row in rows]
+        theta = np.array([row["value"] for row in rows])
+        return cls(found, Centre(**tree["centre"]), theta, np.array(tree["samples"]), tree["noise"])
+
+
+def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int = NUM_SAMPLES) -> Fit:
+    """Fits the law. ends: branches that did not diverge."""
+    means, spreads = (np.array([getattr(prior, name) for prior in given]) for name in ("mean", "spread"))
+    losses = np.array([end.loss for end in ends])
+    sizes, lengths, batches, rates, late = (
+        np.array([getattr(end, name) for end in ends]) for name in ("parameters", "tokens", "batch", "rate", "is_late")
+    )
+    frame = Fit(list(given), Centre.of(ends), means, np.empty((0, len(means))), NOISE)
+
+    def predicted(theta: Array) -> Array:
+        """theta (rows, parameters) -> losses (rows, ends)"""
+        return frame.loss(sizes, lengths, batches, rates, late, theta[:, None, :])
+
+    weights = 1 / (losses * (1 + _excess(ends) / FAR))
+
+    def solve(observed: Array, centres: Array, noise: float, start: Array) -> Array:
+        def residuals(theta: Array) -> Array:
+            data = (predicted(theta) - observed) * weights / noise
+            return np.concatenate([data, (theta - centres) / spreads], axis=1)
+
+        return least_squares(residuals, start)
+
+    theta = solve(losses, means, NOISE, means)
+    trunks = {name: index for index, name in enumerate(dict.fromkeys(end.trunk for end in ends))}
+    cluster = np.array([trunks[end.trunk] for end in ends])
+    # A fit makes residuals smaller than the errors were. The trunks are independent, and the priors determine about
+    # half of the parameters.
+    inflation = math.sqrt(len(trunks) / max(1.0, len(trunks) - len(means) / 2))
+    noise = NOISE
+    for _ in range(3):
+        scaled = (predicted(theta[None])[0] - losses) * weights
+        share = scaled @ scaled / ((losses * weights) @ (losses * weights))
+        noise = max(NOISE, inflation * math.sqrt(float(share)))
+        theta = solve(losses, means, noise, theta)
+    expected = predicted(theta[None])[0]
+    random = np.random.default_rng(0)
+    samples = []
+    for _ in range(num_samples):
+        errors = random.standard_normal(len(trunks))[cluster] + random.standard_normal(len(losses))
+        centres = means + spreads * random.standard_normal(len(means))
+        samples.append(solve(expected + errors * noise / (weights * math.sqrt(2)), centres, noise, theta))
+    return Fit(list(given), frame.centre, theta, np.array(samples).reshape(-1, len(means)), noise)
+
+
+def _excess(ends: Sequence[End]) -> Array:
+    """Returns by how much every loss exceeds the best one of the same size, length and mode, as a share of it."""
+    best: dict[tuple[float, float, bool], float] = {}
+    keys = [(end.parameters, round(math.log2(end.tokens), 1), end.is_late) for end in ends]
+    for key, end in zip(keys, ends, strict=True):
+        best[key] = min(end.loss, best.get(key, math.inf))
+    return np.array([end.loss / best[key] - 1 for key, end in zip(keys, ends, strict=True)])
+
+
+def lambert(z: Array) -> Array:
+    """Returns the solution x of x e^x = z, for z of 0 or more, by Newton's method."""
+    x = np.log1p(z)
+    for _ in range(20):
+        x = x - (x - z * np.exp(-x)) / (x + 1)
+    return x
+
+
+def least_squares(residuals: Callable[[Array], Array], start: Array, num_steps: int = 100) -> Array:
+    """Minimises the sum of squares by Levenberg and Marquardt's method.
+
+    residuals: function (rows, parameters) -> (rows, residuals).
+    """
+    theta, damping = start.copy(), 1e-2
+    eye = np.eye(len(theta)) * 1e-6
+    value = residuals(theta[None])[0]
+    for _ in range(num_steps):
+        jacobian = ((residuals(theta + eye) - value) / 1e-6).T
+        normal, gradient = jacobian.T @ jacobian, jacobian.T @ value
+        while damping < 1e12:
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+            with np.errstate(over="ignore", invalid="ignore"):
+                tried = residuals((theta + step)[None])[0]
+            if np.isfinite(tried).all() and tried @ tried < value @ value:
+                break
+            damping *= 4
+        else:
+            return theta
+        gained = value @ value - tried @ tried
+        theta, value, damping = theta + step, tried, damping / 8
+        if gained < 1e-10 * (value @ value):
+            return theta
+    return theta

@@ -1,0 +1,227 @@
+"""Writes the page of a tuning: what was chosen, why, what to expect of it, and how certain that is."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...config.schema import Config
+from .advice import LawRow, Size, batch_of
+from .fit import Fit
+from .predict import Prediction
+from .trunks import Record, sentence
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1180px; margin: 2em auto;
+       padding: 0 1.2em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+table { border-collapse: collapse; } td, th { padding: 0.25em 0.9em 0.25em 0; text-align: left; vertical-align: top; }
+th { font-weight: 600; border-bottom: 1px solid #ccc; } td.n, th.n { text-align: right; white-space: nowrap; }
+.cards { display: flex; flex-wrap: wrap; gap: 0.8em; } .card { border: 1px solid #ddd; border-radius: 6px;
+       padding: 0.6em 1em; min-width: 9em; } .card b { display: block; font-size: 1.35em; } .card small { color: #555; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 1em; }
+figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; } pre { background: #f5f5f5;
+       padding: 0.8em; overflow-x: auto; }
+"""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of a tuning at any level."""
+
+    name: str
+    config: Config
+    """Configuration to train with."""
+    sequence_length: int
+    size: Size
+    tokens: float
+    laws: list[LawRow]
+    remarks: list[str]
+    prediction: Prediction | None = None
+    fit: Fit | None = None
+    records: list[Record] = field(default_factory=list)
+    budget: float = 0.0
+
+    @property
+    def batch(self) -> int:
+        return batch_of(self.config, self.sequence_length)
+
+    @property
+    def flops(self) -> float:
+        return self.size.flops_per_token * self.tokens
+
+    @property
+    def spent(self) -> float:
+        return sum(record.flops for record in self.records) if self.budget else 0.0
+
+    def tree(self) -> dict[str, object]:
+        section, train = self.config.optimizer, self.config.train
+        return {
+            "target": {
+                "name": self.name,
+                "optimizer": self.config.optimizer.name,
+                "parameters": self.size.parameters,
+                "tokens": self.tokens,
+                "flops": self.flops,
+            },
+            "setting": {
+                "learning_rate": section.learning_rate,
+                "adamw_learning_rate": section.adamw_learning_rate,
+                "weight_decay": section.weight_decay,
+                "batch": self.batch,
+                "microbatch_size": train.microbatch_size,
+                "microbatches": self.config.pipeline.microbatches,
+                "steps": train.steps,
+                "warmup_steps": section.warmup_steps,
+                "decay_steps": section.decay_steps,
+            },
+            "laws": [row.tree() for row in self.laws],
+            "remarks": self.remarks,
+            "prediction": self.prediction and self.prediction.tree(),
+            "fit": self.fit and self.fit.tree(),
+            "trunks": [vars(record) for record in self.records],
+            "spent_flops": self.spent,
+        }
+
+
+def summary(tuning: Tuning) -> list[tuple[str, str, str]]:
+    """Returns (what, value, detail) of the setting."""
+    section, train, prediction = tuning.config.optimizer, tuning.config.train, tuning.prediction
+    replicas = tuning.config.pipeline.replicas
+    split = f"{train.microbatch_size} sequences x {tuning.config.pipeline.microbatches} microbatches"
+    rows = [
+        ("learning rate", f"{section.learning_rate:g}", _band(prediction.rate_band) if prediction else "Step Law"),
+        ("batch", f"{tuning.batch:,} tokens", split + (f" x {replicas} replicas" if replicas > 1 else "")),
+        ("steps", f"{train.steps:,}", f"warm-up {section.warmup_steps:,}, decay {section.decay_steps:,} (1-sqrt)"),
+        ("weight decay", f"{section.weight_decay:g}", "Power Lines"),
+    ]
+    if section.adamw_learning_rate is not None:
+        rows.insert(1, ("rate of AdamW", f"{section.adamw_learning_rate:g}", "embedding, head, norms"))
+    if prediction:
+        rows.append(("final loss", f"{prediction.loss:.4f}", f"{_band(prediction.loss_band)}, nats per token"))
+        if prediction.gap:
+            rows.append(("of it by the delay", f"{prediction.gap:.4f}", _band(prediction.gap_band)))
+    return rows
+
+
+def advice_on_synchronous(tuning: Tuning) -> str:
+    """Returns the sentence that compares the delayed pipeline with a synchronous one in the same time."""
+    prediction, section = tuning.prediction, tuning.config.pipeline
+    if prediction is None or not prediction.gap:
+        return ""
+    stages, microbatches = section.stages, section.microbatches
+    better = "better" if prediction.synchronous_loss < prediction.loss else "worse"
+    text = (
+        f"A synchronous pipeline of {stages} stages and {microbatches} microbatches takes "
+        f"{microbatches + stages - 1} / {microbatches} times as long for a step. In the time of this run it makes "
+        f"{prediction.synchronous_tokens:.3g} tokens and ends at {prediction.synchronous_loss:.4f}, which is {better}."
+    )
+    if prediction.synchronous_batch is None:
+        return f"{text} No larger batch, up to 64 times this one, changes that." if better == "worse" else text
+    if better == "better":
+        return f"{text} Choose pipeline.schedule = 'one_f_one_b'."
+    return f"{text} From about {prediction.synchronous_batch:,.0f} tokens in a step on, choose it."
+
+
+def _band(band: Sequence[float]) -> str:
+    return f"{band[0]:.4g} to {band[1]:.4g}"
+
+
+def page(tuning: Tuning, drawings: Mapping[str, str]) -> str:
+    parts = [
+        f"<h1>{_text(tuning.name)}: {tuning.size.parameters:.3g} parameters on {tuning.tokens:.3g} tokens</h1>",
+        "<p>Parameters without embedding and head; with experts, those that a token uses.</p>",
+        '<div class="cards">',
+        *(
+            f'<div class="card">{_text(what)}<b>{_text(value)}</b><small>{_text(detail)}</small></div>'
+            for what, value, detail in summary(tuning)
+        ),
+        "</div>",
+        "<p><code>slipstream train tuned.toml</code> trains with it.</p>",
+    ]
+    if tuning.remarks:
+        parts += ["<h2>To know</h2><ul>", *(f"<li>{_text(remark)}</li>" for remark in tuning.remarks), "</ul>"]
+    if tuning.prediction:
+        parts += _prediction(tuning, tuning.prediction)
+    if drawings:
+        parts += [
+            '<h2>The fit</h2><div class="figures">',
+            *(f"<figure><figcaption>{_text(title)}</figcaption>{svg}</figure>" for title, svg in drawings.items()),
+            "</div>",
+        ]
+    elif tuning.fit:
+        parts.append("<p>No figures: they need <code>pip install slipstream[plot]</code>.</p>")
+    parts += ["<h2>Published laws</h2>", _laws(tuning)]
+    if tuning.fit:
+        parts += _fit(tuning, tuning.fit)
+    title = _text(f"tune {tuning.name}")
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _prediction(tuning: Tuning, prediction: Prediction) -> list[str]:
+    wrong = [[what, f"{added:+.4f}", f"{added / prediction.loss:+.2%}"] for what, added in prediction.wrong.items()]
+    spent = tuning.spent
+    seconds = sum(record.seconds for record in tuning.records)
+    parts = ["<h2>If a value is wrong by a factor of two</h2>", _table(["what", "loss", "share"], wrong)]
+    if sentence_ := advice_on_synchronous(tuning):
+        parts += ["<h2>Delayed or synchronous</h2>", f"<p>{_text(sentence_)}</p>"]
+    if tuning.budget:
+        parts += [
+            "<h2>Cost</h2>",
+            f"<p>{len(tuning.records)} trunks, {spent:.3g} FLOPs in {seconds:,.0f} s: {spent / tuning.flops:.2%} of "
+            f"the target's {tuning.flops:.3g} (budget {tuning.budget:.2%}).</p>",
+        ]
+    return parts
+
+
+def _laws(tuning: Tuning) -> str:
+    rows = []
+    for row in tuning.laws:
+        rate = "" if row.rate is None else f"{row.rate:.3g}"
+        converted = "" if row.converted is None else f"{row.converted:.3g}"
+        batch = "" if row.batch is None else f"{row.batch:,.0f}"
+        rows.append([f"{row.name}, {row.source}", rate, converted, batch, row.formula, row.fitted_on])
+    optimizer = tuning.config.optimizer.name.rpartition(".")[2]
+    return _table(
+        ["law", "rate of AdamW", f"as {optimizer}", "batch", "formula", "fitted on"], rows, numbers=range(1, 4)
+    )
+
+
+def _fit(tuning: Tuning, fit: Fit) -> list[str]:
+    rows = [
+        [
+            prior.name,
+            f"{fit.theta[index]:.4g}",
+            _band(fit.band(fit.samples[:, index])),
+            f"{prior.mean:.4g} ± {prior.spread:g}",
+            prior.reason,
+        ]
+        for index, prior in enumerate(fit.priors)
+    ]
+    centre = fit.centre
+    return [
+        "<h2>The law</h2>",
+        "<pre>L = E + A n^-alpha + C d^-beta + k (ln lr - ln lr*)^2 + w (ln B - ln B*)^2 + gap\n"
+        "ln lr* = r + r_n ln n + r_d ln d + r_b ln b     ln B* = b + b_d ln d     gap = g (d / b)^-g_s n^g_n</pre>",
+        f"<p>n, d and b are parameters, tokens and batch divided by {centre.parameters:.3g}, {centre.tokens:.3g} and "
+        f"{centre.batch:.3g}; B* is in units of the last, too. The residuals are {fit.noise:.2%} of the loss. Bands "
+        "are 5 to 95 %.</p>",
+        _table(["", "value", "band", "prior", "from"], rows, numbers=range(1, 4)),
+        "<h2>Trunks</h2><ul>",
+        *(f"<li>{_text(sentence(record))}</li>" for record in tuning.records),
+        "</ul>",
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = (1, 2)) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        made = (f"<{tag}{' class=n' if i in numbers else ''}>{_text(cell)}</{tag}>" for i, cell in enumerate(cells))
+        return f"<tr>{''.join(made)}</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def _text(value: str) -> str:
+    return html.escape(value)

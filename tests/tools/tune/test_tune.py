@@ -1,0 +1,311 @@
+"""`slipstream tune` from end to end: what it runs, what it leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from settings import as_arguments, changed
+
+from slipstream import cli
+from slipstream.config.models import model_of
+from slipstream.config.schema import Config
+from slipstream.config.toml import load_toml
+from slipstream.model.registry import preset
+from slipstream.tools.study.cell import Cell
+from slipstream.tools.study.delayed import DelayedRun
+from slipstream.tools.tune import proxies as sizes
+from slipstream.tools.tune import trunks
+from slipstream.tools.tune.advice import Size, is_delayed
+from slipstream.tools.tune.fit import Fit
+from slipstream.tools.tune.proxies import choose_proxies, planned_flops, proxy_of, smaller
+from slipstream.tools.tune.trunks import run_trunk
+from slipstream.train.build import build_components
+
+TARGET = changed(
+    Config(),
+    model__dim=32,
+    model__num_layers=1,
+    model__num_heads=4,
+    model__num_kv_heads=2,
+    model__hidden_dim=48,
+    model__sequence_length=16,
+    optimizer__name="adamw",
+    train__microbatch_size=2,
+    train__device="cpu",
+    evaluation__batches=4,
+)
+TOKENS = 20e3
+SMALL = changed(Config(), model__preset="small", train__device="cpu", model__sequence_length=64)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Proxies so short that a tuning takes seconds."""
+    monkeypatch.setattr(sizes, "MIN_STEPS", 4)
+    monkeypatch.setattr(sizes, "VALIDATION_TOKENS", 512)
+
+
+def best_rate(parameters: float, batch: float) -> float:
+    return 0.01 * (parameters / 1e6) ** -0.2 * (batch / 8192) ** 0.5
+
+
+def best_batch(tokens: float) -> float:
+    return 6000 * (tokens / 1e7) ** 0.5
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Proxies whose losses follow a known law instead of being trained."""
+
+    def losses(cell: Cell, horizons: tuple[int, ...], progress: object, flops_per_token: float) -> list[float]:
+        components = build_components(cell.config)
+        n, batch = Size.of(components.model).parameters, components.batches.num_tokens(0)
+        x = math.log(cell.config.optimizer.learning_rate / best_rate(n, batch))
+        found = []
+        for steps in horizons:
+            d = steps * batch
+            floor = 0.5 + 0.5 * (n / 1e6) ** -0.3 + 0.5 * (d / 1e7) ** -0.3
+            gap = 0.0 if cell.is_synchronous else 60 / steps
+            found.append(floor + 0.02 * x**2 + 0.01 * math.log(batch / best_batch(d)) ** 2 + gap)
+        return found
+
+    monkeypatch.setattr(trunks, "run_trunk", losses)
+
+
+def tune(*arguments: str, config: Config = TARGET, tokens: float = TOKENS) -> int:
+    return cli.run(["tune", *as_arguments(config), "--tokens", str(tokens), *arguments])
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "tune.json").read_text())
+
+
+def test_level_0_writes_a_configuration_that_trains(tmp_path, capsys):
+    assert tune("--output", str(tmp_path / "out"), tokens=2e4) == 0
+    made = load_toml(tmp_path / "out" / "tuned.toml")
+    build_components(made)
+    said, tree = capsys.readouterr().out, read(tmp_path / "out")
+    assert "Step Law, arXiv:2503.04715" in said and "The delay costs about" in said
+    assert tree["setting"]["learning_rate"] == made.optimizer.learning_rate and tree["fit"] is None
+    assert "Power Lines" in (tmp_path / "out" / "tune.html").read_text()
+    arguments = ["--train.steps", "2", "--optimizer.warmup-steps", "1", "--optimizer.decay-steps", "1"]
+    path = str(tmp_path / "out" / "tuned.toml")
+    assert cli.run(["train", path, *arguments, "--run.folder", str(tmp_path), "--pipeline.transport", "thread"]) == 0
+
+
+def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short, monkeypatch):
+    out = tmp_path / "out"
+    assert tune("--budget", "1000%", "--output", str(out)) == 0
+    first, tree = capsys.readouterr().out, read(out)
+    rows = tree["trunks"]
+    assert len({row["parameters"] for row in rows}) == 3
+    assert sum(not row["is_late"] for row in rows) == 3  # one synchronous trunk for each size
+    assert len({(row["size"], row["batch"]) for row in rows}) == 9
+    assert len(list((out / "trunks").glob("*.json"))) == len(rows)
+    assert math.isclose(tree["spent_flops"], sum(row["flops"] for row in rows))
+    prediction, setting = tree["prediction"], tree["setting"]
+    assert prediction["loss_band"][0] < prediction["loss"] < prediction["loss_band"][1]
+    assert 0 < prediction["gap_band"][0] < prediction["gap_band"][1]
+    assert math.isclose(setting["learning_rate"], prediction["rate"], rel_tol=5e-3)
+    made = load_toml(out / "tuned.toml")
+    components = build_components(made)
+    assert components.batches.num_tokens(0) == prediction["batch"] == setting["batch"]
+    page = (out / "tune.html").read_text()
+    assert page.count("<svg") == 7 and "Delayed or synchronous" in page and "twice the rate" in page
+    assert "cost: " in first and "slipstream train" in first
+
+    monkeypatch.setattr(DelayedRun, "train", None)  # nothing is trained again
+    assert tune("--budget", "1000%", "--output", str(out)) == 0
+    again = read(out)
+    assert {**again, "trunks": None} == {**tree, "trunks": None}
+
+
+def test_a_known_law_is_found_by_the_whole_command(tmp_path, fake):
+    assert tune("--budget", "60%", "--output", str(tmp_path), config=SMALL, tokens=5e7) == 0
+    tree = read(tmp_path)
+    prediction, n = tree["prediction"], tree["target"]["parameters"]
+    assert tree["spent_flops"] < 0.6 * tree["target"]["flops"]
+    assert max(row["parameters"] for row in tree["trunks"]) < n / 4
+    assert 1 / 1.5 < prediction["rate"] / best_rate(n, prediction["batch"]) < 1.5
+    steps = 5e7 / prediction["batch"]
+    assert prediction["gap_band"][0] < 60 / steps < prediction["gap_band"][1]
+    floor = 0.5 + 0.5 * (n / 1e6) ** -0.3 + 0.5 * 5**-0.3
+    lowest = min(
+        floor + 0.01 * math.log(batch / best_batch(5e7)) ** 2 + 60 * batch / 5e7 for batch in range(500, 20000, 25)
+    )
+    off = 0.01 * math.log(prediction["batch"] / best_batch(5e7)) ** 2
+    assert (floor + off + 60 / steps) / lowest - 1 < 0.005
+    assert prediction["loss_band"][0] < lowest < prediction["loss_band"][1]
+    # A better rate adapted to another batch never costs more than the same rate there.
+    wrong = prediction["wrong"]
+    assert wrong["twice the rate"] > 0.005
+    assert wrong["twice the batch, rate adapted"] <= wrong["twice the batch, same rate"]
+
+
+def test_synchronous_training_is_chosen_where_the_delay_costs_more_than_the_bubbles(tmp_path, fake, capsys):
+    config = changed(SMALL, pipeline__stages=2, train__microbatch_size=1, optimizer__error_feedback=0.0)
+    assert tune("--budget", "60%", "--output", str(tmp_path), config=config, tokens=5e7) == 0
+    prediction = read(tmp_path)["prediction"]
+    said = capsys.readouterr().out
+    word = "better" if prediction["synchronous_loss"] < prediction["loss"] else "worse"
+    assert f"which is {word}" in said
+    assert prediction["synchronous_batch"] >= prediction["batch"]  # a gap of 60 / steps grows with the batch
+
+
+def test_a_synchronous_target_has_no_gap(tmp_path, fake):
+    config = changed(SMALL, pipeline__schedule="one_f_one_b")
+    assert tune("--budget", "60%", "--output", str(tmp_path), config=config, tokens=4e7) == 0
+    tree = read(tmp_path)
+    assert tree["prediction"]["gap"] == 0 and not any(row["is_late"] for row in tree["trunks"])
+    assert "Delayed or synchronous" not in (tmp_path / "tune.html").read_text()
+
+
+def test_a_damaged_record_is_named_and_laws_can_be_used_again(tmp_path, capsys, fake):
+    out = tmp_path / "out"
+    assert tune("--budget", "60%", "--output", str(out), config=SMALL, tokens=5e7) == 0
+    tree = read(out)
+    laws = ["--laws", str(out / "tune.json"), "--output", str(tmp_path / "again")]
+    assert tune(*laws, config=SMALL, tokens=5e7) == 0
+    again = read(tmp_path / "again")
+    assert again["setting"] == tree["setting"] and again["spent_flops"] == 0
+    assert (tmp_path / "again" / "tune.html").read_text().count("<svg") == 7
+    assert tune(*laws, config=SMALL, tokens=1e12) == 2
+    assert "reach = 30 is less than" in capsys.readouterr().err
+    assert tune(*laws, config=changed(SMALL, optimizer__name="adamw"), tokens=5e7) == 2
+    assert "is of optimizer.name = 'muon', not of 'adamw'" in capsys.readouterr().err
+    record = next((out / "trunks").glob("*.json"))
+    record.write_text("{}")
+    assert tune("--budget", "60%", "--output", str(out), config=SMALL, tokens=5e7) == 2
+    assert f"{record} is no record of a trunk" in capsys.readouterr().err
+
+
+def test_a_folder_counts_as_the_tokens_after_which_its_loss_is_expected(tmp_path, capsys, fake, monkeypatch):
+    out, folder = tmp_path / "out", tmp_path / "folder"
+    assert tune("--budget", "60%", "--output", str(out), config=SMALL, tokens=5e7) == 0
+    fit = Fit.from_tree(read(out)["fit"])
+    run = tmp_path / "runs" / "default"
+    trained = changed(SMALL, train__steps=1, evaluation__batches=1, run__folder=str(run.parent))
+    assert cli.run(["train", *as_arguments(trained), "--pipeline.transport", "thread"]) == 0
+    assert cli.run(["export", str(run), str(folder)]) == 0
+    size = Size.of(model_of(SMALL, 0))
+    loss = float(fit.floor(size.parameters, 3e7))
+    monkeypatch.setattr(DelayedRun, "evaluate", lambda self: torch.tensor(loss, dtype=torch.float64))
+    config = changed(SMALL, model__preset="tiny", model__initial=str(folder))
+    laws = ["--laws", str(out / "tune.json"), "--output", str(tmp_path / "continued")]
+    assert tune(*laws, config=config, tokens=1e8) == 0
+    prediction = read(tmp_path / "continued")["prediction"]
+    assert math.isclose(prediction["equivalent_tokens"], 3e7, rel_tol=0.01)
+    assert math.isclose(prediction["rate"], float(fit.rate(size.parameters, 1.3e8, prediction["batch"])), rel_tol=0.01)
+    assert "Muon may forget" in capsys.readouterr().out
+    monkeypatch.setattr(DelayedRun, "evaluate", lambda self: torch.tensor(0.01, dtype=torch.float64))
+    assert tune(*laws, config=config, tokens=1e8) == 2
+    assert "has a held-out loss of 0.0100, and the law goes from" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    assert tune(*laws, config=config, tokens=1e8) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "model.initial = " in said
+
+
+# ---- proxies
+
+
+def test_a_smaller_model_keeps_the_family():
+    big = preset("1b")
+    small = smaller(big, 8, 1)
+    assert (small.head_size, small.num_heads // small.num_kv_heads) == (big.head_size, 4)
+    assert (small.dim, small.num_layers, small.hidden_dim) == (512, 4, 2048)
+    assert small.vocab_size == big.vocab_size
+    sparse = smaller(preset("moe-10b"), 3, 1)
+    sparse.validate()
+    assert (sparse.num_experts, sparse.experts_per_token, sparse.expert_dim) == (64, 6, 192)
+    assert smaller(big, 1, 6).num_layers == 6
+
+
+@pytest.mark.parametrize("name", ["135m", "1b", "8b", "moe-10b"])
+def test_six_percent_buy_three_proxies_of_every_preset(name):
+    config = changed(Config(), model__preset=name)
+    model = model_of(config, 0)
+    size = Size.of(model)
+    tokens = 20 * size.parameters
+    found = choose_proxies(config, model, tokens, 0.06, 30)
+    counts = [proxy.size.parameters for proxy in found]
+    assert counts == sorted(counts) and counts[0] < counts[1] < counts[2] < size.parameters / 4
+    assert planned_flops(found, is_delayed(config)) <= 0.06 * size.flops_per_token * tokens
+    assert all(math.isclose(proxy.tokens / proxy.size.parameters, 20, rel_tol=1e-6) for proxy in found)
+
+
+def test_proxies_have_the_targets_delay_and_evaluate_the_same_text():
+    config = changed(TARGET, pipeline__replicas=2, pipeline__stages=3, pipeline__microbatches=3, train__compile=True)
+    model = model_of(config, 0)
+    found = choose_proxies(config, model, 1e7, 10, 30)
+    texts = set()
+    for proxy in found:
+        for sequences in (proxy.batch // 2, proxy.batch, proxy.batch * 2):
+            cell = proxy.cell(0.01, sequences, True)
+            cell.validate()
+            assert cell.stage_delays == (1,) and proxy.cell(0.01, sequences, False).is_synchronous
+            components = build_components(cell.config)
+            assert components.batches.num_tokens(0) == sequences * 16
+            texts.add(tuple(components.validation.starts))
+    assert len(texts) == 1
+
+
+def test_delays_that_differ_between_stages_are_kept():
+    config = changed(TARGET, pipeline__schedule="pipedream", pipeline__stages=4, pipeline__microbatches=4)
+    config = changed(config, model__num_layers=4)
+    found = choose_proxies(config, model_of(config, 0), 1e7, 10, 30)
+    assert {proxy.cell(0.01, proxy.batch, True).stage_delays for proxy in found} == {(3, 2, 1, 0)}
+
+
+def test_a_trunk_ends_where_runs_of_each_length_end(short):
+    """Losses of the branches, bitwise."""
+    model = model_of(TARGET, 0)
+    proxy = proxy_of(TARGET, model, Size.of(model), 8e3)
+    cell, horizons = proxy.cell(0.01, proxy.batch, True), proxy.horizons(proxy.batch)
+    branches = run_trunk(cell, horizons, lambda flops: None, 1.0)
+    for steps, loss in zip(horizons, branches, strict=True):
+        config = changed(cell.config, train__steps=steps, optimizer__decay_steps=steps // 5)
+        alone = DelayedRun(dataclasses.replace(cell, config=config), build_components(config), torch.device("cpu"))
+        list(alone.train())
+        assert alone.evaluate().item() == loss
+
+
+def test_a_trunk_that_diverges_has_no_loss(short):
+    model = model_of(TARGET, 0)
+    proxy = proxy_of(changed(TARGET, optimizer__clip_norm=0.0), model, Size.of(model), 1e4)
+    cell = proxy.cell(1e20, proxy.batch, True)
+    assert run_trunk(cell, proxy.horizons(proxy.batch), lambda flops: None, 1.0) == [None, None, None]
+
+
+# ---- what is refused: one sentence, exit code 2, nothing left behind
+
+REFUSED = {
+    "--budget 2%": r"tokens = 2e\+04 is too few: the shortest branch of the proxies would make \d+ steps",
+    "--budget 0": r"budget = '0' is no share: write a percentage, such as 2%",
+    "--budget two": r"budget = 'two' is no share",
+    "--tokens 0": r"tokens = 0.0 is invalid: use a number above 0",
+    "--tokens 1e9 --budget 0.0001%": r"budget = 0.000% is too small: the smallest proxies cost [\d.e-]+%",
+    "--tokens 1e9 --budget 900%": r"data.sources = \['builtin'\] has [\d,]+ tokens, and a proxy of [\d.e-]+M",
+    "--tokens 1e7 --budget 1000% --reach 1.5": r"reach = 1.5 is less than the [\d.]+ times by which",
+    "--reach 0": r"reach = 0.0 is invalid",
+    "--model.num-heads 2 --tokens 1e7 --budget 2%": r"model.num_heads = 2 leaves no three smaller models",
+    "--laws none.json": r"laws = 'none.json' cannot be read \(No such file or directory\)",
+    "--laws none.json --budget 2%": r"budget and laws are two ways to get laws",
+    "--optimizer.name torch.optim.SGD": r"optimizer.name = 'torch.optim.SGD' has no law",
+    "--model.initial nothing": r"model.initial = 'nothing' has no config.json",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_a_mistake_is_one_sentence(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert tune(*arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and re.search(REFUSED[arguments], said), said
+    assert not list(tmp_path.iterdir())
