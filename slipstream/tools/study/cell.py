@@ -15,7 +15,7 @@ from typing import Any
 
 from ...config.defaults import leaves_rest_to_adamw
 from ...config.optimizers import adamw_predictor
-from ...config.rules import schedule_of, trains_all
+from ...config.rules import schedule_of
 from ...config.schema import Config, OptimizerSection
 from ...errors import ConfigError
 from ...schedule import TRAITS
@@ -51,10 +51,6 @@ class Cell:
         for name, known in (("compute_dtype", COMPUTE_DTYPES), ("compile_mode", COMPILE_MODES)):
             if getattr(self, name) not in (None, *known):
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
-        if not trains_all(self.config):
-            raise ConfigError(
-                "adapter.rank and train.freeze are for slipstream train: a study trains all weights, leave them out"
-            )
         stages = self.config.pipeline.stages
         if self.delays and len(self.delays) != stages:
             raise ConfigError(
@@ -129,7 +125,7 @@ class Cell:
         """Digest of all settings that determine the numbers of the cell, and of nothing else. Settings that are off,
         zero or not given are left out, so that a new field that is off by default does not change old ids."""
         sections: dict[str, Any] = {name: _set_fields(section) for name, section in vars(self.config).items()}
-        for name in ("run", "pipeline", "checkpoint", "adapter"):
+        for name in ("run", "pipeline", "checkpoint", *([] if sections["adapter"] else ["adapter"])):
             del sections[name]
         for name in ("track_alignment", "non_finite"):
             sections["train"].pop(name, None)

@@ -18,7 +18,7 @@ import functools
 import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,7 +140,9 @@ class DelayedRun:
         stage_of = _stages(components)
         delays, warmups = cell.stage_delays, cell.drift_warmups
         self.groups: list[GroupState] = []
-        for group, members in assign(list(masters.items()), components.groups):
+        network.fill({name: weight for name, weight in masters.items() if not weight.requires_grad})
+        trained = [(name, weight) for name, weight in masters.items() if weight.requires_grad]
+        for group, members in assign(trained, components.groups):
             by_delay: dict[tuple[int, int | None], list[str]] = {}
             for name, _ in members:
                 stage = stage_of(name)
@@ -373,6 +375,12 @@ class Network:
         self._parameters = dict(model.named_parameters())
         self.loss = loss
         self._rooms: dict[tuple[str, ...], Tensor] = {}
+
+    @torch.no_grad()
+    def fill(self, frozen: Mapping[str, Tensor]) -> None:
+        """Sets the weights that no run changes."""
+        for name, weight in frozen.items():
+            self._parameters[name].copy_(weight)
 
     def lay_out(self, names: Sequence[str]) -> tuple[list[nn.Parameter], Tensor | None]:
         """Returns the parameters with these names and the flat tensor that holds them end to end. The same names always

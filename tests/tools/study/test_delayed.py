@@ -115,6 +115,26 @@ def test_a_study_run_equals_the_pipeline(changes: dict[str, Any]) -> None:
     assert largest_difference(start.state_dict(), weights) > 1e-3  # it went somewhere
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"train__freeze": ("embedding.*", "block1.*")}, {"adapter__rank": 2, "model__tied_embeddings": True}],
+    ids=["frozen", "adapters"],
+)
+def test_a_study_trains_a_part_of_the_weights_as_the_pipeline_does(changes: dict[str, Any]) -> None:
+    if "adapter__rank" in changes:
+        pytest.importorskip("peft")
+    config = changed(BASE, optimizer__error_feedback=1.0, **changes)
+    assert Cell(config).id != Cell(BASE).id
+    weights, losses, held_out = run_study(Cell(config))
+    expected, expected_losses, expected_held_out = run_pipeline(config)
+    assert weights.keys() == expected.keys()
+    assert largest_difference(expected, weights) < 1e-12
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert held_out == pytest.approx(expected_held_out, rel=1e-12)
+    seeded = changed(config, train__seed=1)  # frozen weights come from the seed too
+    assert largest_difference(run_study(Cell(seeded))[0], run_pipeline(seeded)[0]) < 1e-12
+
+
 def test_a_study_keeps_documents_apart_as_the_pipeline_does(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i * i}"}) + "\n" for i in range(400)))
     together = changed(BASE, data__sources=(str(tmp_path),), optimizer__error_feedback=1.0)
