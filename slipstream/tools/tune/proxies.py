@@ -32,8 +32,8 @@ FIRST_RATES = (2**-1.5, 2**-0.5, 2**0.5, 2**1.5)
 """Learning rates of the smallest size, as multiples of level 0's."""
 RATES = (0.5, 1.0, 2.0)
 """Learning rates of the other sizes, as multiples of what the sizes before predict."""
-MIN_STEPS = 40
-"""Fewest steps of the shortest branch."""
+MIN_STEPS = 100
+"""Fewest steps of the shortest branch at the middle batch."""
 MICROBATCH_TOKENS = 16384
 """Most tokens in a microbatch of a proxy, unless a sequence is longer."""
 VALIDATION_TOKENS = 2**16
@@ -163,7 +163,7 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
 
 
 def _fewest_steps(found: Sequence[Proxy]) -> int:
-    return min(proxy.horizons(round(proxy.batch * BATCH_FACTORS[-1]))[0] for proxy in found)
+    return min(proxy.horizons(proxy.batch)[0] for proxy in found)
 
 
 def _distance(found: Sequence[Proxy], target: Size, tokens: float) -> float:
