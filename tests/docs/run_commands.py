@@ -89,7 +89,9 @@ def copy_of_the_repository(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     lines = (f"document {i}: the quick brown fox jumps over the lazy dog {i * i} times. " * 40 for i in range(400))
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    for name in ("corpus", "new", "old", "held_out", "old_held_out"):
+        (folder / f"{name}.jsonl").write_text(text)
     import tokenizers
 
     vocabulary = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}

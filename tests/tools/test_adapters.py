@@ -20,7 +20,6 @@ from slipstream.model.adapters import is_adapter
 from slipstream.tools.export import export, export_adapter
 from slipstream.tools.generate import Sampling, generate
 from slipstream.tools.loading import find_source, load
-from slipstream.tools.study.cell import Cell
 from slipstream.train.trainer import train
 
 transformers = pytest.importorskip("transformers")
@@ -221,9 +220,3 @@ def test_what_cannot_be_done_is_one_sentence(arguments, said, tmp_path, monkeypa
     assert run(arguments) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
-
-
-def test_a_study_trains_all_weights(tiny):
-    with pytest.raises(ConfigError, match="a study trains all weights"):
-        Cell(changed(tiny, train__freeze=("embedding.*",))).validate()
-    assert Cell(tiny).id == Cell(changed(tiny, run__name="other")).id

@@ -143,6 +143,8 @@ class DelayedRun:
         network.fill({name: weight for name, weight in masters.items() if not weight.requires_grad})
         trained = [(name, weight) for name, weight in masters.items() if weight.requires_grad]
         for group, members in assign(trained, components.groups):
+            if not members:
+                continue
             by_delay: dict[tuple[int, int | None], list[str]] = {}
             for name, _ in members:
                 stage = stage_of(name)
