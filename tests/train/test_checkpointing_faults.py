@@ -55,7 +55,7 @@ def steps_of(
     pipeline: Any = SimpleNamespace(
         transport=transport, is_sharded=False, snapshot=snapshot, schedule=Schedule("two_bw", 2, 2, 8)
     )
-    model: Any = SimpleNamespace(sequence_length=16)
+    model: Any = SimpleNamespace(sequence_length=16, weight_folder=None)
     saver = Saver(changed(tiny, checkpoint__every_steps=2), model, pipeline, Store(Path("none")), print)
     for step in range(8):
         saver.after(SimpleNamespace(**{**vars(step_report(step)), "busy": step + 1 in busy, "save": step + 1 in asked}))

@@ -129,6 +129,8 @@ class Cell:
             del sections[name]
         for name in ("track_alignment", "non_finite"):
             sections["train"].pop(name, None)
+        for name in ("prompts", "sample_tokens"):
+            sections["evaluation"].pop(name, None)
         for section, choice, usual in (("model", "name", "decoder"), ("data", "loader", "files")):
             if sections[section].get(choice) == usual:  # the only possible value in studies before this field existed
                 del sections[section][choice]
