@@ -203,7 +203,7 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
         ("trian", "command 'trian' is unknown: did you mean train?"),
         (
             "fly",
-            "command 'fly' is unknown: known are init, train, reshape, schedule, plan, profile, bench, study, report",
+            "command 'fly' is unknown: known are init, train, tune, reshape, schedule, plan, profile, bench, study",
         ),
         ("schedule", "NAME is missing: see slipstream schedule --help"),
         ("schedule pipe", "schedule 'pipe' is unknown: choose one of"),

@@ -111,7 +111,11 @@ def test_a_dataset_is_read_a_batch_at_a_time(tmp_path: Path, datasets: Any, monk
     assert len(list(pieces)) == len(TEXTS) - 3 and len(seen) == 3
 
 
-def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(tmp_path: Path, datasets: Any) -> None:
+def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the library would try for half a minute
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     source = folder("jsonl", tmp_path / "d", datasets)
     lines(tmp_path / "null" / "train.jsonl", ["a", None])  # type: ignore[list-item]
     (tmp_path / "empty").mkdir()

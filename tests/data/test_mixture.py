@@ -19,7 +19,7 @@ from slipstream.data import Batches, Corpus, DataError, Source, Tokens, corpus_o
 from slipstream.data.mixture import MAX_PERIOD, turns
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import IGNORE
-from slipstream.train.build import _corpus, build_components
+from slipstream.train.build import build_components, read_corpus
 from slipstream.train.describe import describe
 from slipstream.train.trainer import train
 
@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_with_other_weights_or_another_source_says_so(
     config = changed(tiny, data__sources=sources, data__weights=(0.6, 0.2, 0.2))
     train(config)
     Path(texts[1]).write_text("d" * 999)  # the middle one: the ends and the length of all tokens stay the same
-    _corpus.cache_clear()  # a process reads a corpus once
+    read_corpus.cache_clear()  # a process reads a corpus once
     capsys.readouterr()
     train(changed(config, data__weights=(0.5, 0.25, 0.25), train__steps=8, checkpoint__resume=True))
     said = capsys.readouterr().out

@@ -12,7 +12,7 @@ from settings import changed
 from slipstream.config.schema import Config
 from slipstream.config.toml import load_toml
 from slipstream.errors import ConfigError
-from slipstream.train.build import _corpus
+from slipstream.train.build import read_corpus
 from slipstream.train.trainer import train
 
 
@@ -65,11 +65,11 @@ def test_a_file_of_the_same_name_with_another_text_is_noticed(half, text_file, c
     content = text_file.read_text()
     try:
         text_file.write_text(content[::-1])
-        _corpus.cache_clear()  # a process reads a corpus once
+        read_corpus.cache_clear()  # a process reads a corpus once
         assert any("the corpus is another" in line for line in said(half, capsys))
     finally:
         text_file.write_text(content)
-        _corpus.cache_clear()
+        read_corpus.cache_clear()
 
 
 def test_a_rate_that_jumps_is_told_with_the_remedy_and_the_remedy_helps(tiny, capsys):

@@ -207,8 +207,8 @@ class Fit:
         return cls(found, Centre(**tree["centre"]), theta, np.array(tree["samples"]), tree["noise"])
 
 
-def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int = NUM_SAMPLES) -> Fit:
-    """Fits the law. ends: branches that did not diverge."""
+def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int | None = None) -> Fit:
+    """Fits the law. ends: branches that did not diverge. num_samples: None means NUM_SAMPLES."""
     means, spreads = (np.array([getattr(prior, name) for prior in given]) for name in ("mean", "spread"))
     losses = np.array([end.loss for end in ends])
     sizes, lengths, batches, rates, late = (
@@ -245,7 +245,7 @@ def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int = NUM_SAMP
     expected = predicted(theta[None])[0]
     random = np.random.default_rng(0)
     samples = []
-    for _ in range(num_samples):
+    for _ in range(NUM_SAMPLES if num_samples is None else num_samples):
         errors = random.standard_normal(len(trunks))[cluster] + random.standard_normal(len(losses))
         centres = means + spreads * random.standard_normal(len(means))
         samples.append(solve(expected + errors * noise / (weights * math.sqrt(2)), centres, noise, theta))

@@ -120,6 +120,13 @@ def other_values(hint: Any, value: Any) -> list[Any]:
     return [{"momentum": 0.5}] if isinstance(value, dict) else ["other"]
 
 
+UNASKED = {
+    *("train__track_alignment", "train__non_finite", "train__recompute_every"),
+    *("evaluation__prompts", "evaluation__sample_tokens"),
+}
+"""Fields that a study does not use."""
+
+
 def all_changes() -> Iterator[dict[str, Any]]:
     """Of every field that decides numbers."""
     config = Config()
@@ -128,7 +135,7 @@ def all_changes() -> Iterator[dict[str, Any]]:
         hints = typing.get_type_hints(type(values))
         for member in dataclasses.fields(values):
             name = f"{section}__{member.name}"
-            if name not in ("train__track_alignment", "train__non_finite", "train__recompute_every"):
+            if name not in UNASKED:
                 for value in other_values(hints[member.name], getattr(values, member.name)):
                     if not (name == "train__steps" and value == 0):
                         yield {name: value}

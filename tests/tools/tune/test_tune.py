@@ -19,6 +19,7 @@ from slipstream.config.toml import load_toml
 from slipstream.model.registry import preset
 from slipstream.tools.study.cell import Cell
 from slipstream.tools.study.delayed import DelayedRun
+from slipstream.tools.tune import fit as fitting
 from slipstream.tools.tune import proxies as sizes
 from slipstream.tools.tune import trunks
 from slipstream.tools.tune.advice import Size, is_delayed
@@ -40,8 +41,14 @@ TARGET = changed(
     train__device="cpu",
     evaluation__batches=4,
 )
-TOKENS = 20e3
+TOKENS = 8e3
 SMALL = changed(Config(), model__preset="small", train__device="cpu", model__sequence_length=64)
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch):
+    """Bands from few fits, which take most of the time here."""
+    monkeypatch.setattr(fitting, "NUM_SAMPLES", 40)
 
 
 @pytest.fixture
@@ -252,7 +259,7 @@ def test_proxies_have_the_targets_delay_and_evaluate_the_same_text():
             assert cell.stage_delays == (1,) and proxy.cell(0.01, sequences, False).is_synchronous
             components = build_components(cell.config)
             assert components.batches.num_tokens(0) == sequences * 16
-            texts.add(tuple(components.validation.starts))
+            texts.add(tuple(components.validation.parts[0].starts))
     assert len(texts) == 1
 
 
@@ -305,7 +312,7 @@ REFUSED = {
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_a_mistake_is_one_sentence(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert tune(*arguments.split()) == 2
+    assert tune(*arguments.split(), tokens=20e3) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and re.search(REFUSED[arguments], said), said
     assert not list(tmp_path.iterdir())
