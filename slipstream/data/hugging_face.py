@@ -59,6 +59,8 @@ def open_hub(source: str, config: str | None) -> Callable[[str, str], HubSplit]:
             f"sources names {source!r}, which needs the datasets library: pip install 'slipstream[datasets]'."
         ) from None
     name = source.removeprefix(HUB_PREFIX)
+    if not name:
+        raise DataError(f"sources names {source!r}, which names no dataset: write hf:NAME, or hf: and a folder.")
     path = expand_home(name)
     with _refused(source):
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():  # save_to_disk wrote it
