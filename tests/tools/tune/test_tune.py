@@ -107,6 +107,9 @@ def test_level_0_writes_a_configuration_that_trains(tmp_path, capsys):
 
 
 def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short, monkeypatch):
+    monkeypatch.setattr(trunks, "FIRST_RATES", (0.7, 1.4))
+    monkeypatch.setattr(trunks, "RATES", (1.0,))
+    monkeypatch.setattr(trunks, "MAX_EXTENSIONS", 0)
     out = tmp_path / "out"
     assert tune("--budget", "1000%", "--output", str(out)) == 0
     first, tree = capsys.readouterr().out, read(out)
@@ -197,10 +200,11 @@ def test_a_folder_counts_as_the_tokens_after_which_its_loss_is_expected(tmp_path
     assert tune("--budget", "60%", "--output", str(out), config=SMALL, tokens=5e7) == 0
     fit = Fit.from_tree(read(out)["fit"])
     run = tmp_path / "runs" / "default"
-    trained = changed(SMALL, train__steps=1, evaluation__batches=1, run__folder=str(run.parent))
+    shallow = changed(SMALL, model__num_layers=2)  # which is written faster
+    trained = changed(shallow, train__steps=1, evaluation__batches=1, run__folder=str(run.parent))
     assert cli.run(["train", *as_arguments(trained), "--pipeline.transport", "thread"]) == 0
     assert cli.run(["export", str(run), str(folder)]) == 0
-    size = Size.of(model_of(SMALL, 0))
+    size = Size.of(model_of(shallow, 0))
     loss = float(fit.floor(size.parameters, 3e7))
     monkeypatch.setattr(DelayedRun, "evaluate", lambda self: torch.tensor(loss, dtype=torch.float64))
     config = changed(SMALL, model__preset="tiny", model__initial=str(folder))
