@@ -39,8 +39,8 @@ from .model.spec import Loss, ModelSpec, generator
 PROBE_VOCABULARY, PROBE_LENGTH, PROBE_LAYERS = 32, 24, 4
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of the largest logit, up to which a cut counts as the same model."""
-LOADING = threading.Lock()
-"""Held while transformers loads a model, because it patches global state meanwhile: stages may be threads."""
+LOADING = threading.RLock()
+"""Held while transformers builds or loads a model, because it patches global state meanwhile: stages may be threads."""
 PLAN = ("embed_tokens", "layers", "norm")
 """Names in the plan of a model that can be cut."""
 
@@ -216,7 +216,7 @@ def _build(config: Any, device: torch.device | None = None) -> nn.Module:
     # The grouped kernel knows neither float64 nor, on a CPU, much speed.
     experts = "grouped_mm" if torch.cuda.is_available() else "eager"
     try:
-        with device or torch.empty(0).device:
+        with LOADING, device or torch.empty(0).device:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="sdpa", experts_implementation=experts
             )
