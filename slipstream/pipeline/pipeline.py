@@ -27,10 +27,11 @@ from ..schedule import Action, EvaluationSteps, Schedule, ScheduleError, waits_f
 from ..transport.base import Transport
 from .clock import Clock
 from .compiled import COMPILER, Backend, Compiled
-from .executor import Data, Evaluation, EvaluationReport, Executor, Loss, StepReport, Task
+from .executor import Executor
 from .partition import Tied, check_sizes, cut, first_trained_stage, partition, tied_parameters, trainable_names
 from .recompute import Recomputing
 from .reduction import Requests
+from .task import Data, Evaluation, EvaluationReport, Loss, StepReport, Task
 from .update import Updater
 from .weight_versions import WeightVersions, is_mixed, weight_layout
 from .zero1 import assign_owners, gather_masters
