@@ -21,6 +21,8 @@ from slipstream.errors import ConfigError
 from slipstream.model.decoder import IGNORE, next_token_loss
 from slipstream.tools.loading import find_source, load
 from slipstream.tools.report.read import read_metrics
+from slipstream.tools.study.cell import Cell
+from slipstream.tools.study.delayed import DelayedRun
 from slipstream.train.build import build_components
 from slipstream.train.trainer import train
 
@@ -105,6 +107,17 @@ def test_a_run_reports_each_and_the_model_agrees(two: Config) -> None:
     assert {name: list(losses) for name, losses in read.validation_parts.items()} == {
         name: [row["val_losses"][name] for row in rows] for name in names
     }
+
+
+def test_a_study_has_the_losses_of_the_pipeline(two: Config) -> None:
+    config = changed(two, train__dtype="float64", optimizer__newton_schulz_dtype="float64")
+    train(config)
+    delayed = DelayedRun(Cell(config), build_components(config), torch.device("cpu"))
+    list(delayed.train())
+    losses = delayed.evaluate_sources()
+    assert losses == pytest.approx(summary_of(config)["val_losses"], rel=1e-10)
+    (numbers, letters), mean = losses.values(), delayed.evaluate().item()
+    assert numbers < mean < letters
 
 
 def test_a_source_without_windows_among_the_batches_is_left_out(two: Config, tmp_path: Path) -> None:

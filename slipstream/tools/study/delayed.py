@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...config.models import recomputed_layers
+from ...data import ValidationBatches
 from ...model.spec import ModelSpec
 from ...optim.correction import predict, update_products
 from ...optim.groups import Group, assign
@@ -301,28 +302,40 @@ class DelayedRun:
     @torch.no_grad()
     def evaluate(self) -> Tensor:
         """Returns the held-out loss of the masters per token, as a tensor on the device."""
+        return self._held_out(range(len(self._validation)))
+
+    @torch.no_grad()
+    def evaluate_sources(self) -> dict[str, float]:
+        """Returns the held-out loss of each source, with evaluation.per_source."""
+        parts = self._held_out_batches.parts
+        if len(parts) == 1:
+            return {}
+        return {part.name: self._held_out(self._held_out_batches.indices(i)).item() for i, part in enumerate(parts)}
+
+    def _held_out(self, indices: range) -> Tensor:
         for slab in self._slabs:
             slab.load(slab.master)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        batches, num_tokens = self._validation
-        for batch in batches:
-            total += self._held_out_loss(batch)
-        return total / num_tokens
+        for index in indices:
+            total += self._held_out_loss(self._validation[index])
+        return total / sum(map(self._held_out_batches.num_tokens, indices))
 
     @functools.cached_property
     def _held_out_loss(self) -> Callable[[Batch], Tensor]:
-        batches, _ = self._validation
         loss = self._loss  # not self._loss in the lambda: a reference cycle would keep the run and its graph alive
-        return self._as_graph(lambda batch: loss(*batch), batches[0])
+        return self._as_graph(lambda batch: loss(*batch), self._validation[0])
+
+    @property
+    def _held_out_batches(self) -> ValidationBatches:
+        assert self._components.validation is not None
+        return self._components.validation
 
     @functools.cached_property
-    def _validation(self) -> tuple[list[Batch], int]:
-        """The held-out set on the device, and its number of tokens."""
-        validation = self._components.validation
-        assert validation is not None
-        indices = range(len(validation))
-        batches = [(inputs.to(self._device), targets.to(self._device)) for inputs, targets in map(validation, indices)]
-        return batches, sum(map(validation.num_tokens, indices))
+    def _validation(self) -> list[Batch]:
+        """The held-out set on the device."""
+        validation = self._held_out_batches
+        found = map(validation, range(len(validation)))
+        return [(inputs.to(self._device), targets.to(self._device)) for inputs, targets in found]
 
 
 class StepClock:

@@ -60,6 +60,8 @@ class Record:
     bits_per_byte: float | None = None
     """`final_loss` in bits per byte of the held-out text. None also means that the bytes of the tokens are unknown, or
     that the record is older than this field."""
+    source_losses: dict[str, float] = field(default_factory=dict)
+    """By source, with evaluation.per_source: its part of `final_loss`."""
 
     def to_json(self) -> str:
         return json.dumps(finite(dataclasses.asdict(self)))

@@ -83,6 +83,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
         cosines=_cosines(run),
         machine=_machine(run),
         bits_per_byte=None if text is None or final_loss is None else text.bits_per_byte(final_loss),
+        source_losses={} if final_loss is None else run.evaluate_sources(),
     )
     partial = path.with_suffix(".partial")
     partial.write_text(record.to_json() + "\n", encoding="utf-8")
