@@ -44,7 +44,7 @@ class TuneArguments(Config):
     """Tokens to train on. By default 20 for every parameter that a token uses."""
     budget: str | None = None
     """Share of the target's FLOPs that small models may use, such as 2%."""
-    reach: float = 30.0
+    reach: float = 64.0
     """How many times the parameters and the tokens of the largest small model the target may have."""
     laws: Path | None = None
     """A tune.json of an earlier tuning with --budget, whose laws are used again."""

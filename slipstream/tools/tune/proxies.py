@@ -1,8 +1,8 @@
 """Chooses the proxies of a target from a budget: three smaller models of its family, each for three lengths.
 
 A proxy has fewer heads of the same size, and width, depth and inner widths in proportion. Its longest branch reads as
-many tokens per parameter as the target will. The two shorter ones read a half and a quarter of that, and are decay
-branches of the same trunk.
+many tokens per parameter as the target will, or half as many if this brings the proxies nearer to the target. The two
+shorter ones read a half and a quarter of that, and are decay branches of the same trunk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from .advice import Size, decay_steps, from_laws, is_delayed, with_rate
 NUM_SIZES = 3
 SIZE_RATIO = 2.5
 """Wanted ratio of the parameters of two neighbouring sizes."""
+TOKEN_SHARES = (1.0, 0.5)
+"""Possible tokens per parameter of the proxies, as shares of the target's."""
 HORIZONS = (0.25, 0.5, 1.0)
 """Lengths of the branches, as shares of the longest."""
 BATCH_FACTORS = (0.5, 2.0)
@@ -53,7 +55,8 @@ class Proxy:
 
     @property
     def name(self) -> str:
-        return f"{self.size.parameters / 1e6:.3g}M"
+        count = self.size.parameters
+        return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
 
     @property
     def middle_tokens(self) -> float:
@@ -112,7 +115,7 @@ def smaller(model: Decoder, num_heads: int, fewest_layers: int) -> Decoder:
 
 
 def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: float, reach: float) -> list[Proxy]:
-    """Returns the largest set of proxies that a budget pays for, the smallest first.
+    """Returns the set of proxies nearest to the target that a budget pays for, the smallest proxy first.
 
     budget: share of the target's FLOPs. reach: how many times the largest proxy's parameters and tokens the target may
     have.
@@ -126,10 +129,11 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
         raise ConfigError("model.hf is trained as transformers computes it and has no smaller models: use model.preset")
     target = Size.of(model)
     fewest = 1 if _has_one_delay(config) else max(1, config.pipeline.stages - 2)
-    candidates = [
-        proxy_of(config, smaller(model, heads, fewest), target, tokens) for heads in range(1, model.num_heads)
-    ]
-    sets = [found for largest in range(len(candidates)) if (found := _with_smaller(candidates, largest))]
+    models = [smaller(model, heads, fewest) for heads in range(1, model.num_heads)]
+    sets = []
+    for share in TOKEN_SHARES:
+        candidates = [proxy_of(config, one, target, share * tokens) for one in models]
+        sets += [found for largest in range(len(candidates)) if (found := _with_smaller(candidates, largest))]
     if not sets:
         raise ConfigError(
             f"model.num_heads = {model.num_heads} leaves no three smaller models with heads of the same size: leave "
@@ -150,7 +154,7 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"budget = {budget:.3%} is too small: the smallest proxies cost {_share(min(costs))} of the target's "
             f"{whole:.3g} FLOPs, so use --budget {_share(min(costs))} or more"
         )
-    chosen = affordable[-1]
+    chosen = min(affordable, key=lambda found: _distance(found, target, tokens))
     largest, far = chosen[-1], _distance(chosen, target, tokens)
     if far > reach:
         near = [cost for found, cost in zip(sets, costs, strict=True) if _distance(found, target, tokens) <= reach]

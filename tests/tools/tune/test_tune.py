@@ -13,6 +13,7 @@ import torch
 from settings import as_arguments, changed
 
 from slipstream import cli
+from slipstream.cli.tune import TuneArguments
 from slipstream.config.models import model_of
 from slipstream.config.schema import Config
 from slipstream.config.toml import load_toml
@@ -186,7 +187,7 @@ def test_a_damaged_record_is_named_and_laws_can_be_used_again(tmp_path, capsys, 
     assert again["setting"] == tree["setting"] and again["spent_flops"] == 0
     assert (tmp_path / "again" / "tune.html").read_text().count("<svg") == 7
     assert tune(*laws, config=SMALL, tokens=1e12) == 2
-    assert "reach = 30 is less than" in capsys.readouterr().err
+    assert "reach = 64 is less than" in capsys.readouterr().err
     assert tune(*laws, config=changed(SMALL, optimizer__name="adamw"), tokens=5e7) == 2
     assert "is of optimizer.name = 'muon', not of 'adamw'" in capsys.readouterr().err
     record = next((out / "trunks").glob("*.json"))
@@ -238,17 +239,20 @@ def test_a_smaller_model_keeps_the_family():
     assert smaller(big, 1, 6).num_layers == 6
 
 
-@pytest.mark.parametrize("name", ["135m", "1b", "8b", "moe-10b"])
-def test_six_percent_buy_three_proxies_of_every_preset(name):
+@pytest.mark.parametrize("budget", [0.02, 0.06])
+@pytest.mark.parametrize("name", ["small", "135m", "360m", "1b", "8b", "moe-2b", "moe-10b"])
+def test_a_small_budget_buys_three_proxies_of_every_preset(name, budget):
     config = changed(Config(), model__preset=name)
     model = model_of(config, 0)
-    size = Size.of(model)
-    tokens = 20 * size.parameters
-    found = choose_proxies(config, model, tokens, 0.06, 30)
+    size, tokens = Size.of(model), 20.0 * model.num_active_parameters()
+    found = choose_proxies(config, model, tokens, budget, TuneArguments.reach)
     counts = [proxy.size.parameters for proxy in found]
     assert counts == sorted(counts) and counts[0] < counts[1] < counts[2] < size.parameters / 4
-    assert planned_flops(found, is_delayed(config)) <= 0.06 * size.flops_per_token * tokens
-    assert all(math.isclose(proxy.tokens / proxy.size.parameters, 20, rel_tol=1e-6) for proxy in found)
+    assert planned_flops(found, is_delayed(config)) <= budget * size.flops_per_token * tokens
+    (share,) = {round(proxy.tokens / proxy.size.parameters / (tokens / size.parameters), 6) for proxy in found}
+    assert share in (0.5, 1.0)
+    if budget == 0.06:
+        assert share == 1.0 and tokens < 32 * found[-1].tokens  # who pays more is nearer
 
 
 def test_proxies_have_the_targets_delay_and_evaluate_the_same_text():
