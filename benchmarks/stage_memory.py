@@ -27,8 +27,9 @@ from slipstream.model.chunked_loss import decoder_and_loss
 from slipstream.model.decoder import initialise, layer_costs
 from slipstream.pipeline import partition
 from slipstream.tools.plan.live import LiveBytes
-from slipstream.tools.plan.memory import MemoryModel, Stage, StageMemory
+from slipstream.tools.plan.memory import MemoryModel
 from slipstream.tools.plan.predict import StageCosts, predict, traits_of
+from slipstream.tools.plan.stage import Stage, StageMemory
 
 GIB = 2**30
 

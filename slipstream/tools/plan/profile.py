@@ -34,7 +34,8 @@ from ...pipeline.update import Updater
 from ...pipeline.weight_versions import WeightVersions, weight_layout
 from ...train.layer_profile import Profile, Row, layer_kinds
 from ..bench.slices import sliced
-from .memory import MemoryModel, layers_of
+from .memory import MemoryModel
+from .stage import layers_of
 
 WARMUPS, REPEATS = 2, 7
 

@@ -19,9 +19,10 @@ from ...pipeline import partition
 from ...schedule import TRAITS
 from .costs import ModelCosts
 from .fsdp import FSDP, fsdp_step
-from .memory import Layers, MemoryModel, Passes, Stage, StageMemory, layers_of
+from .memory import MemoryModel
 from .orders import NUM_CHUNKS
 from .predict import PLANNED, Prediction, StageCosts, endless, predict, traits_of, why_not
+from .stage import Layers, Passes, Stage, StageMemory, layers_of
 
 ALIKE = 0.02
 """Relative difference in speed below which options count as equally fast."""

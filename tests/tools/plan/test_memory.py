@@ -22,7 +22,8 @@ from slipstream.pipeline.clock import Activity, TimeSplit
 from slipstream.pipeline.reduction import NUM_REQUESTS, Finished, Reducer, Requests
 from slipstream.schedule import Action, Schedule
 from slipstream.tools.plan.live import LiveBytes
-from slipstream.tools.plan.memory import Layers, MemoryModel, Stage, StageMemory, dense_blocks, layers_of
+from slipstream.tools.plan.memory import MemoryModel
+from slipstream.tools.plan.stage import Layers, Stage, StageMemory, dense_blocks, layers_of
 from slipstream.transport.base import Exchange, Transport
 
 SIZES = (2, 2)
