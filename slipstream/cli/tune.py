@@ -19,7 +19,7 @@ from ..observe.console import Screen
 from ..tools.tune.advice import TOKENS_PER_PARAMETER, Size, is_delayed, law_rows, level_0, rate_factor
 from ..tools.tune.continued import check_reach, read_laws, tokens_before
 from ..tools.tune.figures import figures
-from ..tools.tune.fit import Fit
+from ..tools.tune.fit import POOR, Fit
 from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
 from ..tools.tune.predict import predict
 from ..tools.tune.proxies import choose_proxies, planned_flops
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> None:
     else:
         before = tokens_before(fit, config, model, size, tokens, screen.print) if config.model.initial else 0.0
         prediction, chosen = predict(fit, config, model, tokens, before)
-        said = _continued_remarks(config, before, tokens)
+        said = [*_fit_remarks(fit), *_continued_remarks(config, before, tokens)]
     rows = law_rows(config, size, tokens)
     length = model.sequence_length
     tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0)
@@ -152,6 +152,15 @@ def _fit(
         laboratory = Laboratory(trunks, allowed, lambda flops: progress.advance(task, flops), screen.print)
         fit = explore(proxies, laboratory)
     return fit, list(laboratory.records.values())
+
+
+def _fit_remarks(fit: Fit) -> list[str]:
+    if fit.noise < POOR:
+        return []
+    return [
+        f"Warning: the law misses the losses of the proxies by {fit.noise:.1%}: they are too small or too short for "
+        "one. Take rate and batch as hints, because their bands are wide. More --tokens or a larger --budget helps."
+    ]
 
 
 def _continued_remarks(config: Config, before: float, tokens: float) -> list[str]:

@@ -36,6 +36,9 @@ FAR = 0.03
 """Relative excess over the best loss at the same size and length at which a point counts half. The parabolas hold near
 the optimum only."""
 
+POOR = 0.01
+"""Relative spread of the proxies' losses around the law from which its predictions deserve a warning."""
+
 NEAR = 0.15
 """Exponent of the compute of a branch in its weight. A hundredth of the compute counts half: laws bend at the start."""
 
