@@ -1,6 +1,6 @@
-"""Tabulates and draws the study of AdamW's weights under Muon and a delay (configs/studies/mismatch.toml).
+"""The table and the figure of docs/results/continued.md, from the records of configs/studies/mismatch.toml.
 
-    python experiments/mismatch.py runs/study-mismatch docs/results/continued.png
+    python experiments/mismatch.py         # or make results
 
 For every start (from the beginning, continued, continued with LoRA), optimizer and mode: the loss on the new and on the
 old text, and what the delay adds, in pairs of the same seed. Only cells at the rate of the delayed ones count.
@@ -8,15 +8,20 @@ old text, and what the delay adds, in pairs of the same seed. Only cells at the 
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+
+from page import with_table
 
 from slipstream.tools.study import figures
 from slipstream.tools.study.record import Record, read_records
 from slipstream.tools.study.results import MODES, Estimate
 
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "study_2cpu_2026-11-18" / "mismatch.jsonl"
+PAGE = ROOT / "docs" / "results" / "continued.md"
+SCRIPT = "experiments/mismatch.py"
 STARTS = ("from the beginning", "continued", "continued, LoRA")
 Key = tuple[str, str, str]
 """Start, optimizer and mode."""
@@ -104,10 +109,9 @@ def draw(cells: dict[Key, dict[int, Record]], path: Path) -> None:
 
 
 def main() -> None:
-    folder, picture = Path(sys.argv[1]), Path(sys.argv[2])
-    cells = compared(read_records(folder / "cells.jsonl"))
-    print(table(cells))
-    draw(cells, picture)
+    cells = compared(read_records(RECORDS))
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), "mismatch table", SCRIPT, table(cells)), "utf-8")
+    draw(cells, PAGE.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Size:
         with torch.device("meta"):
             layers = list(model.layers().children())
         inner = sum(parameter.numel() for layer in layers[1:-1] for parameter in layer.parameters())
-        idle = model.num_parameters() - model.num_active_parameters()
+        idle = model.num_parameters() - model.num_active_parameters() if model.num_experts else 0
         return cls(inner - idle, model.flops_per_token(), model.dim)
 
 

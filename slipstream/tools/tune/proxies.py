@@ -129,10 +129,10 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
         raise ConfigError("model.hf is trained as transformers computes it and has no smaller models: use model.preset")
     target = Size.of(model)
     fewest = 1 if _has_one_delay(config) else max(1, config.pipeline.stages - 2)
-    models = [smaller(model, heads, fewest) for heads in range(1, model.num_heads)]
+    whole = [proxy_of(config, smaller(model, heads, fewest), target, tokens) for heads in range(1, model.num_heads)]
     sets = []
     for share in TOKEN_SHARES:
-        candidates = [proxy_of(config, one, target, share * tokens) for one in models]
+        candidates = [_with_tokens(proxy, share * proxy.tokens) for proxy in whole]
         sets += [found for largest in range(len(candidates)) if (found := _with_smaller(candidates, largest))]
     if not sets:
         raise ConfigError(
@@ -146,13 +146,13 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"tokens = {tokens:.3g} is too few: the shortest branch of the proxies would make {longest} steps, and the "
             f"fit needs {MIN_STEPS}, so give more --tokens or shorten model.sequence_length"
         )
-    whole = target.flops_per_token * tokens
-    costs = [planned_flops(found, is_delayed(config)) / whole for found in sets]
+    flops = target.flops_per_token * tokens
+    costs = [planned_flops(found, is_delayed(config)) / flops for found in sets]
     affordable = [found for found, cost in zip(sets, costs, strict=True) if cost <= budget]
     if not affordable:
         raise ConfigError(
             f"budget = {budget:.3%} is too small: the smallest proxies cost {_share(min(costs))} of the target's "
-            f"{whole:.3g} FLOPs, so use --budget {_share(min(costs))} or more"
+            f"{flops:.3g} FLOPs, so use --budget {_share(min(costs))} or more"
         )
     chosen = min(affordable, key=lambda found: _distance(found, target, tokens))
     largest, far = chosen[-1], _distance(chosen, target, tokens)
@@ -207,10 +207,13 @@ def proxy_of(config: Config, model: Decoder, target: Size, tokens: float) -> Pro
     """Returns the proxy with this model. target, tokens: size of the target and tokens that it is trained on."""
     size = Size.of(model)
     own_tokens = tokens * size.parameters / target.parameters
-    batch = from_laws(config, size, own_tokens * HORIZONS[1]).batch / model.sequence_length
+    return _with_tokens(Proxy(model, _base(config, model), size, own_tokens, 0), own_tokens)
+
+
+def _with_tokens(proxy: Proxy, tokens: float) -> Proxy:
+    batch = from_laws(proxy.config, proxy.size, tokens * HORIZONS[1]).batch / proxy.model.sequence_length
     # The smallest batch must not be less than a sequence.
-    sequences = max(_power(batch), round(1 / BATCH_FACTORS[0]))
-    return Proxy(model, _base(config, model), size, own_tokens, sequences)
+    return replace(proxy, tokens=tokens, batch=max(_power(batch), round(1 / BATCH_FACTORS[0])))
 
 
 def _base(config: Config, model: Decoder) -> Config:

@@ -134,6 +134,7 @@ def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short
     assert "Warning: the law misses the losses of the proxies by" in first  # which make a handful of steps
 
     monkeypatch.setattr(DelayedRun, "train", None)  # nothing is trained again
+    monkeypatch.setattr(command, "figures", lambda *_: {})
     assert tune("--budget", "1000%", "--output", str(out)) == 0
     again = read(out)
     assert {**again, "trunks": None} == {**tree, "trunks": None}
