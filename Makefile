@@ -37,6 +37,7 @@ bench: .venv/.installed
 
 results: .venv/.installed
 	$(BIN)/python experiments/results.py
+	$(BIN)/python experiments/mismatch.py
 
 # The reference pages first, which are written from the program. Open site/index.html in a browser.
 docs: .venv/.docs

@@ -1,7 +1,8 @@
-"""docs/results/delay.md says what the logged records say."""
+"""docs/results/delay.md and continued.md say what the logged records say."""
 
 from pathlib import Path
 
+import mismatch
 import pytest
 import results
 from page import with_table
@@ -33,3 +34,9 @@ def test_whoever_runs_a_logged_study_again_finds_its_cells_done(logged: Path) ->
     for record in read_records(logged):
         assert record.id in cells, f"{record.mode}, seed {record.seed}, {record.setting}"
         assert record.baseline == cells[record.id].synchronous().id
+
+
+def test_the_page_on_continued_training_says_what_its_records_say() -> None:
+    page = mismatch.PAGE.read_text(encoding="utf-8")
+    table = mismatch.table(mismatch.compared(read_records(mismatch.RECORDS)))
+    assert with_table(page, "mismatch table", mismatch.SCRIPT, table) == page
