@@ -27,6 +27,9 @@ from ..tools.tune.trunks import Laboratory, Record, check_corpus, corpus_vocab_s
 from ..transport.environment import under_torchrun
 from .config_arguments import config_of, parse_with_config
 
+FEW = 0.1
+"""Share of the planned tokens below which weights to continue count as hardly trained."""
+
 
 @dataclass(frozen=True)
 class TuneArguments(Config):
@@ -48,6 +51,9 @@ class TuneArguments(Config):
     """How many times the parameters and the tokens of the largest small model the target may have."""
     laws: Path | None = None
     """A tune.json of an earlier tuning with --budget, whose laws are used again."""
+    tokens_before: float | None = None
+    """With --model.initial: tokens that its weights were trained on. Give it if they saw other text: their loss on this
+    text then tells too little. By default the law says after how many tokens it expects their loss."""
     output: Path | None = None
     """Folder to write to; by default runs/tune-NAME, with the preset as name. Small models that were trained before are
     found there and not trained again."""
@@ -87,7 +93,9 @@ def main(arguments: list[str]) -> None:
         prediction = None
         chosen, said = level_0(config, model, size, tokens)
     else:
-        before = tokens_before(fit, config, model, size, tokens, screen.print) if config.model.initial else 0.0
+        before = given.tokens_before or 0.0
+        if config.model.initial and not before:
+            before = tokens_before(fit, config, model, size, tokens, screen.print)
         prediction, chosen = predict(fit, config, model, tokens, before)
         said = [*_fit_remarks(fit), *_continued_remarks(config, before, tokens)]
     rows = law_rows(config, size, tokens)
@@ -103,6 +111,8 @@ def _check(given: TuneArguments) -> float | None:
         raise UsageError("slipstream tune is one process: start it without torchrun")
     if given.tokens is not None and not 0 < given.tokens < math.inf:
         raise UsageError(f"tokens = {given.tokens} is invalid: use a number above 0")
+    if (before := given.tokens_before) is not None and not (given.model.initial and 0 < before < math.inf):
+        raise UsageError(f"tokens_before = {before} needs --model.initial and a number above 0: leave it out")
     if not 1 <= given.reach < math.inf:
         raise UsageError(f"reach = {given.reach} is invalid: use 1 or more")
     if given.budget is not None and given.laws is not None:
@@ -170,6 +180,11 @@ def _continued_remarks(config: Config, before: float, tokens: float) -> list[str
         f"The weights of {config.model.initial} count as {before:.3g} tokens from scratch: rate and batch are those of "
         f"{before + tokens:.3g} tokens (arXiv:2606.05610)."
     ]
+    if before < FEW * tokens:
+        found.append(
+            "This is little for trained weights: they saw other text, and a lower rate than this one may be better. If "
+            "you know how many tokens they were trained on, give --tokens-before."
+        )
     if config.optimizer.name == "muon":
         found.append(
             "If AdamW trained these weights, Muon may forget more of them than AdamW does (arXiv:2605.10468): compare "
