@@ -79,11 +79,12 @@ class Profile:
     def layer_costs(self, model: ModelSpec, path: Path) -> tuple[LayerCost, ...]:
         """Returns the cost of each layer of a model.
 
-        The model must have the same fields as the measured one, but may have another number of layers. path: file of
-        this profile, for error messages.
+        The model must have the same fields as the measured one, but may have another number of layers. A field that
+        the profile does not name is newer than it, and must be off. path: file of this profile, for error messages.
         """
         for name, value in model.facts().items():
-            if name not in ("num_layers", "initial", "document_separator") and self.model.get(name) != value:
+            is_free = name in ("num_layers", "initial", "document_separator") or (name not in self.model and not value)
+            if not is_free and self.model.get(name) != value:
                 raise UsageError(
                     f"profile = {str(path)!r} is of another model, {name} is {self.model.get(name)} there and {value} "
                     "here: run slipstream profile with these options"
