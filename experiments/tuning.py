@@ -36,6 +36,7 @@ from slipstream.tools.study.record import Record
 from slipstream.tools.study.runner import run_study
 from slipstream.tools.tune.advice import Size, batch_of, is_delayed, with_rate
 from slipstream.tools.tune.proxies import Proxy, held_out_sequences, proxy_of
+from slipstream.tools.tune.trials import bottom
 from slipstream.tools.tune.trunks import corpus_vocab_size
 
 RATES = (2**-1, 2**-0.5, 1.0, 2**0.5, 2.0)
@@ -54,6 +55,7 @@ class Sweep:
         model = model_of(config, corpus_vocab_size(config))
         tree = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
         self.prediction: dict[str, Any] = tree["prediction"]
+        self.rate: float = tree["setting"]["learning_rate"]
         self.tokens, self.length = tree["target"]["tokens"], model.sequence_length
         assert isinstance(model, Decoder), "tune --budget refuses other models"
         self.proxy: Proxy = proxy_of(config, model, Size.of(model), self.tokens)
@@ -120,18 +122,6 @@ class Sweep:
         return wanted
 
 
-def bottom(losses: dict[float, float]) -> tuple[float, float]:
-    """Returns where a parabola through the lowest point and its neighbours is lowest, over the logarithm, and its
-    value. At an edge it is the lowest point."""
-    xs = sorted(losses)
-    best = min(range(len(xs)), key=lambda index: losses[xs[index]])
-    near = xs[max(0, best - 1) : best + 2]
-    if len(near) < 3 or not all(math.isfinite(losses[x]) for x in near):
-        return xs[best], losses[xs[best]]
-    a, b, c = np.polyfit(np.log(near), [losses[x] for x in near], 2)
-    return float(np.exp(-b / (2 * a))), float(c - b * b / (4 * a))
-
-
 def compare(sweep: Sweep) -> str:
     said, found = sweep.prediction, sweep.losses()
     bottoms = {sequences: bottom(at) for sequences, at in found.items()}
@@ -181,7 +171,7 @@ def compare(sweep: Sweep) -> str:
 
 def against(sweep: Sweep, guesses: Sequence[tuple[float, int]]) -> str:
     """Runs the predicted setting and the guesses with all seeds. Returns a table, the best first."""
-    settings = [(sweep.prediction["rate"], sweep.sequences), *guesses]
+    settings = [(sweep.rate, sweep.sequences), *guesses]
     sweep.run([(rate, sequences, sweep.is_late, seed) for rate, sequences in settings for seed in SEEDS])
     rows = []
     for number, (rate, sequences) in enumerate(settings):

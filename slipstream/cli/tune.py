@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +18,14 @@ from ..config.toml import to_toml
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
-from ..tools.tune.advice import TOKENS_PER_PARAMETER, Size, is_delayed, law_rows, level_0, rate_factor
+from ..tools.tune.advice import TOKENS_PER_PARAMETER, Size, is_delayed, law_rows, level_0, rate_factor, with_rate
 from ..tools.tune.continued import check_reach, read_laws, tokens_before
 from ..tools.tune.figures import figures
 from ..tools.tune.fit import POOR, Fit
 from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
 from ..tools.tune.predict import predict
 from ..tools.tune.proxies import choose_proxies, planned_flops
+from ..tools.tune.trials import NUM_TRIALS, Trials, plan_trials, run_trials
 from ..tools.tune.trunks import Laboratory, Record, check_corpus, corpus_vocab_size, explore
 from ..transport.environment import under_torchrun
 from .config_arguments import config_of, parse_with_config
@@ -39,8 +42,8 @@ class TuneArguments(Config):
     Without --budget it takes published laws and runs nothing. With --budget it trains small models of the same family
     on the same text, with the same delay, and fits laws to them: they also predict the final loss and what the delay
     adds to it. With --model.initial it continues a trained model: it takes its loss, finds after how many tokens the
-    law expects this loss, and counts these tokens as done. CONFIG.toml and --section.field are those of `slipstream
-    train`.
+    law expects this loss, and counts these tokens as done. With --trials it also tries rates on these weights
+    themselves. CONFIG.toml and --section.field are those of `slipstream train`.
     """
 
     tokens: float | None = None
@@ -54,6 +57,9 @@ class TuneArguments(Config):
     tokens_before: float | None = None
     """With --model.initial: tokens that its weights were trained on. Give it if they saw other text: their loss on this
     text then tells too little. By default the law says after how many tokens it expects their loss."""
+    trials: str | None = None
+    """With --model.initial: share of the tokens for short runs of its weights at several learning rates, such as 20%.
+    The best of them decides the rate, instead of a law of training from scratch."""
     output: Path | None = None
     """Folder to write to; by default runs/tune-NAME, with the preset as name. Small models that were trained before are
     found there and not trained again."""
@@ -62,7 +68,7 @@ class TuneArguments(Config):
 def main(arguments: list[str]) -> None:
     given, _, _ = parse_with_config(TuneArguments, arguments, "tune")
     config = config_of(given)
-    budget = _check(given)
+    budget, trials = _check(given)
     needs_corpus = budget is not None or bool(config.model.initial)
     model = model_of(config, corpus_vocab_size(config) if needs_corpus else 0)
     size = Size.of(model)
@@ -84,10 +90,10 @@ def main(arguments: list[str]) -> None:
     elif given.laws is not None:
         fit, records = read_laws(given.laws, config)
         check_reach(records, size, tokens, given.reach)
-    elif config.model.initial:
+    elif config.model.initial and trials is None:
         raise UsageError(
             f"model.initial = {config.model.initial!r} needs laws of its text: give --budget 2%, or --laws with the "
-            "tune.json of an earlier tuning"
+            "tune.json of an earlier tuning, or try its weights with --trials 20%"
         )
     if fit is None:
         prediction = None
@@ -98,15 +104,19 @@ def main(arguments: list[str]) -> None:
             before = tokens_before(fit, config, model, size, tokens, screen.print)
         prediction, chosen = predict(fit, config, model, tokens, before)
         said = [*_fit_remarks(fit), *_continued_remarks(config, before, tokens)]
+    length, tried = model.sequence_length, None
+    if trials is not None:
+        tried = _try(chosen, model, tokens, trials, fit, folder / "trials", screen)
+        chosen = with_rate(chosen, size, length, tried.rate, tokens)
+        prediction, said = None, [*said, *_trial_remarks(tried, size, tokens)]
     rows = law_rows(config, size, tokens)
-    length = model.sequence_length
-    tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0)
+    tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0, tried)
     _print(screen, tuning)
     _write(tuning, folder, screen)
 
 
-def _check(given: TuneArguments) -> float | None:
-    """Returns the budget as a share. None means that there is none."""
+def _check(given: TuneArguments) -> tuple[float | None, float | None]:
+    """Returns the shares for small models and for trials. None means that there are none."""
     if under_torchrun():
         raise UsageError("slipstream tune is one process: start it without torchrun")
     if given.tokens is not None and not 0 < given.tokens < math.inf:
@@ -117,15 +127,21 @@ def _check(given: TuneArguments) -> float | None:
         raise UsageError(f"reach = {given.reach} is invalid: use 1 or more")
     if given.budget is not None and given.laws is not None:
         raise UsageError("budget and laws are two ways to get laws: leave out one of them")
-    if given.budget is None:
+    if given.trials is not None and not given.model.initial:
+        raise UsageError(f"trials = {given.trials!r} needs the weights to try: give --model.initial")
+    return _share("budget", given.budget), _share("trials", given.trials)
+
+
+def _share(name: str, given: str | None) -> float | None:
+    if given is None:
         return None
-    text, is_percent = given.budget.removesuffix("%"), given.budget.endswith("%")
+    text, is_percent = given.removesuffix("%"), given.endswith("%")
     try:
         share = float(text) / (100 if is_percent else 1)
     except ValueError:
         share = math.nan
     if not 0 < share <= 10:
-        raise UsageError(f"budget = {given.budget!r} is no share: write a percentage, such as 2%")
+        raise UsageError(f"{name} = {given!r} is no share: write a percentage, such as 2%")
     return share
 
 
@@ -149,19 +165,30 @@ def _fit(
         f"proxies: {names}; {planned:.3g} FLOPs, {planned / (size.flops_per_token * tokens):.2%} of the target's; "
         f"finished ones are kept in {trunks}"
     )
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=screen,
-        disable=not screen.is_terminal,
-    )
-    with progress:
-        task = progress.add_task("proxies", total=planned)
-        laboratory = Laboratory(trunks, allowed, lambda flops: progress.advance(task, flops), screen.print)
+    with _bar(screen, "proxies", planned) as advance:
+        laboratory = Laboratory(trunks, allowed, advance, screen.print)
         fit = explore(proxies, laboratory)
     return fit, list(laboratory.records.values())
+
+
+def _try(
+    config: Config, model: ModelSpec, tokens: float, share: float, fit: Fit | None, folder: Path, screen: Screen
+) -> Trials:
+    trial = plan_trials(config, model, tokens, share)
+    allowed, (steps,) = NUM_TRIALS * trial.flops(trial.batch), trial.horizons(trial.batch)
+    _make(folder)
+    screen.print(f"trials: {steps:,} steps each; finished ones are kept in {folder}")
+    with _bar(screen, "trials", allowed) as advance:
+        return run_trials(trial, config, tokens, fit, Laboratory(folder, allowed, advance, screen.print))
+
+
+@contextmanager
+def _bar(screen: Screen, what: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Shows how much of the planned FLOPs is done. Yields the function that adds to it."""
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda flops: progress.advance(task, flops)
 
 
 def _fit_remarks(fit: Fit) -> list[str]:
@@ -183,13 +210,24 @@ def _continued_remarks(config: Config, before: float, tokens: float) -> list[str
     if before < FEW * tokens:
         found.append(
             "This is little for trained weights: they saw other text, and a lower rate than this one may be better. If "
-            "you know how many tokens they were trained on, give --tokens-before."
+            "you know how many tokens they were trained on, give --tokens-before; --trials 20% tries them."
         )
     if config.optimizer.name == "muon":
         found.append(
             "If AdamW trained these weights, Muon may forget more of them than AdamW does (arXiv:2605.10468): compare "
             "with optimizer.name = 'adamw'."
         )
+    return found
+
+
+def _trial_remarks(tried: Trials, size: Size, tokens: float) -> list[str]:
+    spent = sum(record.flops for record in tried.records) / (size.flops_per_token * tokens)
+    found = [
+        f"The rate is that of {len(tried.records)} trials, which cost {spent:.2%} of the run, adapted to its length. "
+        "The final loss is not predicted: laws of training from scratch do not hold for weights that saw other text."
+    ]
+    if tried.is_edge:
+        found.append("Warning: the best trial had the lowest or the highest rate. Larger --trials pay for more.")
     return found
 
 

@@ -37,11 +37,12 @@ SHAPE += " --optimizer.name adamw"
 SMALL = [*SHAPE.format(32, 4, 64).split(), "--model.sequence-length", "32"]
 IN_FLOAT32 = ["--train.compute-dtype", "float32"]
 DEEP = [*SHAPE.format(64, 10, 256).split(), "--model.sequence-length", "8"]
-"""Mostly weights: 0.0102 GiB on one device, 0.0058 of each with two_bw on four."""
+"""Mostly weights: 0.0059 GiB on one device, 0.0021 of each with two_bw on four."""
 
 
 def plan(capsys, *words: str) -> str:
-    assert run(["plan", *words]) == 0
+    # The samples of updates that are compared take half of the time of a plan, and hardly any memory.
+    assert run(["plan", *words, "--train.no-track-alignment"]) == 0
     return capsys.readouterr().out
 
 
@@ -154,7 +155,7 @@ def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path):
 
 def test_a_model_too_large_for_one_device_gets_a_pipeline_and_a_command_that_the_trainer_takes(capsys, tmp_path):
     path, figure = tmp_path / "plan.json", tmp_path / "plan.svg"
-    words = ["--memory", "0.0065", "--devices", "4", "--json", str(path), "--figure", str(figure), *DEEP]
+    words = ["--memory", "0.0055", "--devices", "4", "--json", str(path), "--figure", str(figure), *DEEP]
     said = plan(capsys, *words, "--batch-tokens", "64", "--optimizer.error-feedback", "0.5")
     tree = json.loads(path.read_text())
     rows = {row["schedule"]: row for row in tree["options"]}
@@ -227,7 +228,7 @@ def test_a_profile_is_measured_read_back_and_planned_with(capsys, tmp_path, monk
 def test_what_fits_only_with_a_shared_optimizer_is_planned_with_one(capsys, tmp_path):
     path = tmp_path / "plan.json"
     words = ["--memory", "0.0079", "--devices", "4", "--batch-tokens", "64", "--train.compute-dtype", "bfloat16", *DEEP]
-    said = plan(capsys, *words, "--train.no-track-alignment", "--json", str(path))
+    said = plan(capsys, *words, "--json", str(path))
     tree = json.loads(path.read_text())
     assert "bfloat16 with masters in float32" in said
     assert not tree["sharded"] and tree["dtypes"]["compute"] == "bfloat16"

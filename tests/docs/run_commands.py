@@ -30,7 +30,7 @@ NOT_RUN = {
     r"cuda|exact_on_gpus|faults\.gpus|optimizer_speed|--compile": "needs a GPU",
     r"^sudo ": "needs root",
     r"slipstream study configs/|slipstream study$|study momentum\.toml": "takes hours; make test runs a small study",
-    r"slipstream tune .*--(budget|laws)": "trains small models for minutes; tests/tools/tune has a small tuning",
+    r"slipstream tune .*--(budget|laws|trials)": "trains small models for minutes; tests/tools/tune has a small tuning",
     r"slipstream bench$|bench --only|time_to_loss|replicas\.py|reshape\.py|checkpoint_pause": "a benchmark of minutes",
     r"make (train|test|bench|results|docs|test-faults|test-fuzz)": "CI and the tests run it",
     r"tests\.faults\.(kills|others)|pytest tests/(schedule|optim)": "a part of make test and make test-faults",

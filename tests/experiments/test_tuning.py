@@ -31,6 +31,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuning.Sweep:
     config = changed(TARGET, pipeline__microbatches=2, train__microbatch_size=2)
     (tmp_path / "tuned.toml").write_text(to_toml(config))
     tree = {"prediction": said, "target": {"tokens": 1e5}, "trunks": [{"flops": 1e9}, {"flops": 2e9}]}
+    tree["setting"] = {"learning_rate": said["rate"]}
     (tmp_path / "tune.json").write_text(json.dumps(tree))
 
     def run_study(grid: Grid, *_: object) -> list[Record]:

@@ -10,15 +10,14 @@ import torch
 
 from ...config.files import read_plain_file
 from ...config.schema import Config
-from ...errors import ConfigError, UsageError
-from ...model.registry import Decoder
+from ...errors import UsageError
 from ...model.spec import ModelSpec
 from ...train.build import build_components
 from ..study.delayed import DelayedRun
 from .advice import Size
 from .fit import Fit
 from .predict import equivalent_tokens
-from .proxies import proxy_of
+from .trials import trial_of
 from .trunks import Record
 
 
@@ -65,10 +64,8 @@ def tokens_before(
     fit: Fit, config: Config, model: ModelSpec, size: Size, tokens: float, say: Callable[[str], None]
 ) -> float:
     """Evaluates the weights of model.initial, and returns after how many tokens the law expects their loss."""
-    if not isinstance(model, Decoder):
-        raise ConfigError(f"model.initial = {config.model.initial!r} is no decoder: give the folder of one")
-    proxy = proxy_of(config, model, size, tokens)
-    cell = proxy.cell(1e-3, proxy.batch, False)
+    trial = trial_of(config, model, tokens)
+    cell = trial.cell(1e-3, trial.batch, False)
     run = DelayedRun(cell, build_components(cell.config), torch.device(cell.config.train.device))
     loss = run.evaluate().item()
     before = equivalent_tokens(fit, size, loss, config.model.initial)

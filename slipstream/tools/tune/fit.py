@@ -171,6 +171,10 @@ class Fit:
         y = -lambert(s**2 * self.gap(parameters, tokens, best, theta) / (2 * np.exp(t["ln_w"]))) / s
         return best * np.exp(y)
 
+    def value(self, name: str) -> float:
+        """Returns a parameter of the best fit."""
+        return float(self.theta[[prior.name for prior in self.priors].index(name)])
+
     def band(self, values: Array) -> tuple[float, float]:
         low, high = np.quantile(values, BAND)
         return float(low), float(high)

@@ -10,6 +10,7 @@ from ...config.schema import Config
 from .advice import LawRow, Size, batch_of
 from .fit import Fit
 from .predict import Prediction
+from .trials import Trials
 from .trunks import Record, sentence
 
 STYLE = """
@@ -42,6 +43,7 @@ class Tuning:
     fit: Fit | None = None
     records: list[Record] = field(default_factory=list)
     budget: float = 0.0
+    trials: Trials | None = None
 
     @property
     def batch(self) -> int:
@@ -81,6 +83,7 @@ class Tuning:
             "prediction": self.prediction and self.prediction.tree(),
             "fit": self.fit and self.fit.tree(),
             "trunks": [vars(record) for record in self.records],
+            "trials": self.trials and [vars(record) for record in self.trials.records],
             "spent_flops": self.spent,
         }
 
@@ -90,8 +93,11 @@ def summary(tuning: Tuning) -> list[tuple[str, str, str]]:
     section, train, prediction = tuning.config.optimizer, tuning.config.train, tuning.prediction
     replicas = tuning.config.pipeline.replicas
     split = f"{train.microbatch_size} sequences x {tuning.config.pipeline.microbatches} microbatches"
+    source = _band(prediction.rate_band) if prediction else "Step Law"
+    if tuning.trials:
+        source = f"trials, {_band(tuning.trials.band)}"
     rows = [
-        ("learning rate", f"{section.learning_rate:g}", _band(prediction.rate_band) if prediction else "Step Law"),
+        ("learning rate", f"{section.learning_rate:g}", source),
         ("batch", f"{tuning.batch:,} tokens", split + (f" x {replicas} replicas" if replicas > 1 else "")),
         ("steps", f"{train.steps:,}", f"warm-up {section.warmup_steps:,}, decay {section.decay_steps:,} (1-sqrt)"),
         ("weight decay", f"{section.weight_decay:g}", "Power Lines"),
@@ -144,13 +150,15 @@ def page(tuning: Tuning, drawings: Mapping[str, str]) -> str:
         parts += ["<h2>To know</h2><ul>", *(f"<li>{_text(remark)}</li>" for remark in tuning.remarks), "</ul>"]
     if tuning.prediction:
         parts += _prediction(tuning, tuning.prediction)
+    if tuning.trials:
+        parts += ["<h2>Trials</h2>", *_sentences(tuning.trials.records)]
     if drawings:
         parts += [
             '<h2>The fit</h2><div class="figures">',
             *(f"<figure><figcaption>{_text(title)}</figcaption>{svg}</figure>" for title, svg in drawings.items()),
             "</div>",
         ]
-    elif tuning.fit:
+    elif tuning.prediction:
         parts.append("<p>No figures: they need <code>pip install slipstream[plot]</code>.</p>")
     parts += ["<h2>Published laws</h2>", _laws(tuning)]
     if tuning.fit:
@@ -209,10 +217,13 @@ def _fit(tuning: Tuning, fit: Fit) -> list[str]:
         f"{centre.batch:.3g}; B* is in units of the last, too. The residuals are {fit.noise:.2%} of the loss. Bands "
         "are 5 to 95 %.</p>",
         _table(["", "value", "band", "prior", "from"], rows, numbers=range(1, 4)),
-        "<h2>Trunks</h2><ul>",
-        *(f"<li>{_text(sentence(record))}</li>" for record in tuning.records),
-        "</ul>",
+        "<h2>Trunks</h2>",
+        *_sentences(tuning.records),
     ]
+
+
+def _sentences(records: Sequence[Record]) -> list[str]:
+    return ["<ul>", *(f"<li>{_text(sentence(record))}</li>" for record in records), "</ul>"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = (1, 2)) -> str:

@@ -72,11 +72,16 @@ class Proxy:
         steps = longest + sum(map(decay_steps, shorter))
         return self.size.flops_per_token * steps * sequences * self.model.sequence_length
 
+    def microbatch_size(self, sequences: int) -> int:
+        """Returns the sequences in a microbatch: the same for all batches, so that a compiled model is compiled
+        once."""
+        most = max(1, MICROBATCH_TOKENS // self.model.sequence_length)
+        return min(_power(self.batch * BATCH_FACTORS[0]), 2 ** int(math.log2(most)))
+
     def cell(self, rate: float, sequences: int, is_late: bool) -> Cell:
         """Returns the cell of a trunk. Its warm-up and its weight decay are those of the middle branch."""
         length, steps = self.model.sequence_length, self.horizons(sequences)
-        # One microbatch size for all batches of a proxy: a compiled model is compiled once.
-        size = min(_power(self.batch * BATCH_FACTORS[0]), 2 ** int(math.log2(max(1, MICROBATCH_TOKENS // length))))
+        size = self.microbatch_size(sequences)
         config = replace(
             self.config,
             pipeline=replace(self.config.pipeline, microbatches=sequences // size),

@@ -172,7 +172,7 @@ def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
             sequences = round(proxy.batch * factor)
             rates = [best, best * factor]
             if fitted is not None and index == len(proxies) - 1:
-                rates = [best * factor ** float(fitted.theta[_index(fitted, "r_b")])]
+                rates = [best * factor ** fitted.value("r_b")]
             for rate in rates:
                 laboratory.trunk(proxy, rate, sequences, is_late)
         if is_late:
@@ -188,31 +188,34 @@ def _best_rate(proxy: Proxy, laboratory: Laboratory, fitted: Fit | None, is_late
         centre = law.rate * math.sqrt(batch / law.batch)
     else:
         centre = float(fitted.rate(proxy.size.parameters, proxy.middle_tokens, batch))
+    factors = FIRST_RATES if fitted is None else RATES
+    tried = try_rates(proxy, laboratory, [centre * factor for factor in factors], is_late)
+    return min(tried, key=tried.__getitem__)
+
+
+def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_late: bool) -> dict[float, float]:
+    """Runs learning rates at the middle batch, and further ones as long as the best is at an edge and the budget pays
+    for it. Returns the loss of each at the middle length."""
     tried: dict[float, float] = {}
 
     def run(rate: float) -> None:
         record = laboratory.trunk(proxy, rate, proxy.batch, is_late)
-        loss = record.losses[1]
+        loss = record.losses[len(record.losses) // 2]
         tried[record.rate] = math.inf if loss is None else loss
 
-    for factor in FIRST_RATES if fitted is None else RATES:
-        run(centre * factor)
+    for rate in rates:
+        run(rate)
     for _ in range(MAX_EXTENSIONS):
         best = min(tried, key=tried.__getitem__)
         if min(tried) < best < max(tried) or not laboratory.can_afford(proxy):
             break
         run(best * 2 if best == max(tried) else best / 2)
-    best = min(tried, key=tried.__getitem__)
-    if math.isinf(tried[best]):
+    if all(map(math.isinf, tried.values())):
         raise ConfigError(
-            f"every learning rate from {min(tried):g} to {max(tried):g} diverged on a proxy of {proxy.name} "
-            "parameters: check the data, or use another optimizer"
+            f"every learning rate from {min(tried):g} to {max(tried):g} diverged on {proxy.name} parameters: check the "
+            "data, or use another optimizer"
         )
-    return best
-
-
-def _index(fitted: Fit, name: str) -> int:
-    return [prior.name for prior in fitted.priors].index(name)
+    return tried
 
 
 def fit_of(proxies: Sequence[Proxy], laboratory: Laboratory, **options: Any) -> Fit:

@@ -22,8 +22,8 @@ from slipstream.tools.study.cell import Cell
 from slipstream.tools.study.delayed import DelayedRun
 from slipstream.tools.tune import fit as fitting
 from slipstream.tools.tune import proxies as sizes
-from slipstream.tools.tune import trunks
-from slipstream.tools.tune.advice import Size, is_delayed
+from slipstream.tools.tune import trials, trunks
+from slipstream.tools.tune.advice import Size, batch_of, is_delayed
 from slipstream.tools.tune.fit import Fit
 from slipstream.tools.tune.proxies import choose_proxies, planned_flops, proxy_of, smaller
 from slipstream.tools.tune.trunks import run_trunk
@@ -233,6 +233,73 @@ def test_a_folder_counts_as_the_tokens_after_which_its_loss_is_expected(tmp_path
     assert said.count("\n") == 1 and "model.initial = " in said
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """Weights of the target that were trained for a step."""
+    trained = changed(TARGET, train__steps=1, evaluation__batches=1, run__folder=str(tmp_path / "runs"))
+    assert cli.run(["train", *as_arguments(trained), "--pipeline.transport", "thread"]) == 0
+    assert cli.run(["export", str(tmp_path / "runs" / "default"), str(tmp_path / "folder")]) == 0
+    return tmp_path / "folder"
+
+
+def continued(folder: Path) -> Config:
+    return changed(
+        Config(),
+        model__initial=str(folder),
+        model__sequence_length=16,
+        optimizer__name="adamw",
+        train__microbatch_size=2,
+        train__device="cpu",
+        evaluation__batches=4,
+    )
+
+
+def test_trials_find_a_rate_that_no_law_knows(tmp_path, folder, monkeypatch, capsys):
+    runs, law = [], 0.0
+
+    def losses(cell: Cell, horizons: tuple[int, ...], *_: object) -> list[float]:
+        runs.append(cell.config)
+        return [2 + 0.02 * math.log(6 * cell.config.optimizer.learning_rate / law) ** 2 for _ in horizons]
+
+    monkeypatch.setattr(trunks, "run_trunk", losses)
+    monkeypatch.setattr(trials, "MIN_STEPS", 10)
+    out = ["--output", str(tmp_path / "out")]
+    assert tune(*out, tokens=1e6) == 0
+    law = read(tmp_path / "out")["setting"]["learning_rate"]
+    assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
+    tree, said = read(tmp_path / "out"), capsys.readouterr().out
+    tokens = {config.train.steps * batch_of(config, 16) for config in runs}
+    assert len(runs) == trials.NUM_TRIALS and len(tokens) == 1 and 3e4 < min(tokens) <= 4e4
+    assert all(config.model.initial == str(folder) for config in runs)
+    assert math.isclose(tree["setting"]["learning_rate"], law / 6 * 25**trials.RATE_BY_TOKENS, rel_tol=0.02)
+    assert tree["prediction"] is None and len(tree["trials"]) == 5
+    assert "The rate is that of 5 trials, which cost 19" in said and "Warning: the best trial" not in said
+    assert "<h2>Trials</h2>" in (tmp_path / "out" / "tune.html").read_text()
+    runs.clear()
+    assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
+    assert not runs and read(tmp_path / "out") == tree
+
+
+def test_trials_train_the_weights_of_the_folder(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(trials, "MIN_STEPS", 2)
+    monkeypatch.setattr(sizes, "VALIDATION_TOKENS", 512)
+    assert tune("--trials", "50%", "--output", str(tmp_path / "out"), config=continued(folder), tokens=4e3) == 0
+    tree = read(tmp_path / "out")
+    assert all(0 < trial["losses"][0] < 6 for trial in tree["trials"])
+    made = load_toml(tmp_path / "out" / "tuned.toml")
+    assert made.model.initial == str(folder) and made.optimizer.learning_rate == tree["setting"]["learning_rate"]
+
+
+def test_trials_that_are_too_short_are_refused(tmp_path, folder, capsys):
+    capsys.readouterr()
+    assert tune("--trials", "1%", "--output", str(tmp_path / "out"), config=continued(folder), tokens=1e5) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"trials = 1.000% is too small: each of 5 trials would make \d+ steps, .* use --trials \d+%\n$", said
+    )
+    assert not (tmp_path / "out").exists()
+
+
 # ---- proxies
 
 
@@ -318,6 +385,7 @@ REFUSED = {
     "--tokens 1e9 --budget 900%": r"data.sources = \['builtin'\] has [\d,]+ tokens, and a proxy of [\d.e-]+M",
     "--tokens 1e7 --budget 1000% --reach 1.5": r"reach = 1.5 is less than the [\d.]+ times by which",
     "--reach 0": r"reach = 0.0 is invalid",
+    "--trials 20%": r"trials = '20%' needs the weights to try: give --model.initial",
     "--tokens-before 1e6": r"tokens_before = 1000000.0 needs --model.initial",
     "--model.num-heads 2 --tokens 1e7 --budget 2%": r"model.num_heads = 2 leaves no three smaller models",
     "--laws none.json": r"laws = 'none.json' cannot be read \(No such file or directory\)",
