@@ -14,8 +14,9 @@ The rules:
   benchmarks/gpu_pipeline_h200_2026-11-17, runs beside it (benchmarks/torch_training.py).
 - On CPUs the contenders of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP),
   and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. On a GPU one
-  run follows the other; `--together` runs all seeds of a contender at once, each on slices of its own. Starting the
-  processes is not counted. Evaluations are a part of slipstream's time, and not of torch's.
+  run follows the other; `--together` runs all seeds of a contender at once, each on slices of its own. Neither starting
+  the processes nor evaluations count: of slipstream's time, each evaluation takes off what it computes on its slowest
+  stage.
 - Time to loss: when a run's held-out loss first comes down to the final loss of the 1F1B run of its seed, between
   evaluations in a straight line; "never" is an answer.
 """
@@ -38,6 +39,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import RunFailure
 from slipstream.tools.bench.slices import sliced
@@ -47,7 +49,7 @@ COLOURS = {SYNCHRONOUS: "#6b7280", ZERO_BUBBLE: "#3a84c4", DELAYED: "#e8952c"}
 MORE_STEPS = {"cpu": 1.15, "cuda": 1.1}
 """Steps of a delayed run, as a multiple. On CPUs with 1.1, one seed of three ended 0.0002 above 1F1B's final loss."""
 NUM_EVALUATIONS = 25
-STEPS = {"cpu": 5000, "cuda": 10_000}
+STEPS = {"cpu": 4000, "cuda": 10_000}
 SEEDS = {"cpu": [0, 1, 2], "cuda": [0, 1]}
 TURN_SECONDS = 5.0
 SHARE = 12
@@ -56,7 +58,7 @@ SETTINGS = {
     "cpu": {
         "model.dim": 64,
         "model.hidden-dim": 128,
-        "model.sequence-length": 192,
+        "model.sequence-length": 256,
         "train.device": "cpu",
         "train.microbatch-size": 4,
         "optimizer.learning-rate": 0.01,
@@ -168,8 +170,12 @@ class Process:
         self._folder.cleanup()
         seconds, losses = [], []
         if "time" in rows[0]:
-            start = self._computed_until(rows[0]["time"])
-            clocks = [self._computed_until(row["time"]) - start for row in rows]
+            start, evaluation = self._computed_until(rows[0]["time"]), evaluation_seconds(rows)
+            counts = accumulate("val_loss" in row for row in rows)
+            clocks = [
+                self._computed_until(row["time"]) - start - count * evaluation
+                for row, count in zip(rows, counts, strict=True)
+            ]
         else:  # torch's rows have the seconds since the one before
             clocks = list(accumulate(row["seconds"] for row in rows))
         for clock, row in zip(clocks, rows, strict=True):
@@ -188,6 +194,14 @@ class Process:
     def kill(self) -> None:
         if self.is_running:
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def evaluation_seconds(rows: list[dict[str, Any]]) -> float:
+    """What an evaluation computes on its slowest stage, on average. The last one is after all rows that say so."""
+    stages = [row["stage_seconds"] for row in rows if "stage_seconds" in row]
+    sums = [sum(stage["evaluation"] for stage in column) for column in zip(*stages, strict=True)]
+    num_evaluations = sum("val_loss" in row for row in rows) - ("val_loss" in rows[-1])
+    return max(sums) / max(1, num_evaluations)
 
 
 def train_in_turns(processes: list[Process]) -> list[Run]:

@@ -18,7 +18,17 @@ from ..config.toml import to_toml
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
-from ..tools.tune.advice import TOKENS_PER_PARAMETER, Size, is_delayed, law_rows, level_0, rate_factor, with_rate
+from ..tools.tune.advice import (
+    TOKENS_PER_PARAMETER,
+    Size,
+    batch_of,
+    is_delayed,
+    law_rows,
+    level_0,
+    rate_factor,
+    with_batch,
+    with_rate,
+)
 from ..tools.tune.continued import check_reach, read_laws, tokens_before
 from ..tools.tune.figures import figures
 from ..tools.tune.fit import POOR, Fit
@@ -58,8 +68,8 @@ class TuneArguments(Config):
     """With --model.initial: tokens that its weights were trained on. Give it if they saw other text: their loss on this
     text then tells too little. By default the law says after how many tokens it expects their loss."""
     trials: str | None = None
-    """With --model.initial: share of the tokens for short runs of its weights at several learning rates, such as 20%.
-    The best of them decides the rate, instead of a law of training from scratch."""
+    """With --model.initial: share of the tokens for short runs of its weights, such as 20%. They decide rate and batch,
+    instead of laws of training from scratch."""
     output: Path | None = None
     """Folder to write to; by default runs/tune-NAME, with the preset as name. Small models that were trained before are
     found there and not trained again."""
@@ -106,8 +116,10 @@ def main(arguments: list[str]) -> None:
         said = [*_fit_remarks(fit), *_continued_remarks(config, before, tokens)]
     length, tried = model.sequence_length, None
     if trials is not None:
-        tried = _try(chosen, model, tokens, trials, fit, folder / "trials", screen)
-        chosen = with_rate(chosen, size, length, tried.rate, tokens)
+        tried = _try(chosen, model, tokens, trials, folder / "trials", screen)
+        chosen = with_batch(chosen, length, tried.batch)
+        rate = tried.rate * math.sqrt(batch_of(chosen, length) / tried.batch)
+        chosen = with_rate(chosen, size, length, rate, tokens)
         prediction, said = None, [*said, *_trial_remarks(tried, size, tokens)]
     rows = law_rows(config, size, tokens)
     tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0, tried)
@@ -171,15 +183,13 @@ def _fit(
     return fit, list(laboratory.records.values())
 
 
-def _try(
-    config: Config, model: ModelSpec, tokens: float, share: float, fit: Fit | None, folder: Path, screen: Screen
-) -> Trials:
+def _try(config: Config, model: ModelSpec, tokens: float, share: float, folder: Path, screen: Screen) -> Trials:
     trial = plan_trials(config, model, tokens, share)
     allowed, (steps,) = NUM_TRIALS * trial.flops(trial.batch), trial.horizons(trial.batch)
     _make(folder)
-    screen.print(f"trials: {steps:,} steps each; finished ones are kept in {folder}")
+    screen.print(f"trials: {steps:,} steps of the laws' batch each; finished ones are kept in {folder}")
     with _bar(screen, "trials", allowed) as advance:
-        return run_trials(trial, config, tokens, fit, Laboratory(folder, allowed, advance, screen.print))
+        return run_trials(trial, config, Laboratory(folder, allowed, advance, screen.print))
 
 
 @contextmanager
@@ -223,8 +233,8 @@ def _continued_remarks(config: Config, before: float, tokens: float) -> list[str
 def _trial_remarks(tried: Trials, size: Size, tokens: float) -> list[str]:
     spent = sum(record.flops for record in tried.records) / (size.flops_per_token * tokens)
     found = [
-        f"The rate is that of {len(tried.records)} trials, which cost {spent:.2%} of the run, adapted to its length. "
-        "The final loss is not predicted: laws of training from scratch do not hold for weights that saw other text."
+        f"Rate and batch are those of {len(tried.records)} trials, which cost {spent:.2%} of the run. The loss is not "
+        "predicted: laws of training from scratch do not hold for weights that saw other text."
     ]
     if tried.is_edge:
         found.append("Warning: the best trial had the lowest or the highest rate. Larger --trials pay for more.")

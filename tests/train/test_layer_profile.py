@@ -7,9 +7,12 @@ import pytest
 
 from slipstream.config.models import model_of
 from slipstream.config.schema import Config, ModelSection, PipelineSection
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UsageError
+from slipstream.model.registry import Decoder
 from slipstream.train.build import build_components
-from slipstream.train.layer_profile import Profile, Row, write_profile
+from slipstream.train.layer_profile import Profile, Row, read_profile, write_profile
+
+SLICE = Path(__file__).parents[2] / "benchmarks" / "gpu_pipeline_h200_2026-11-17" / "slice.json"
 
 
 def config(profile: Path) -> Config:
@@ -31,6 +34,15 @@ def write(path: Path, head_seconds: float, **changes: object) -> None:
 def test_a_dear_head_leaves_its_stage_fewer_blocks(tmp_path, head_seconds, cut):
     write(tmp_path / "profile.json", head_seconds)
     assert build_components(config(tmp_path / "profile.json")).layers_per_stage == cut
+
+
+def test_a_profile_that_is_older_than_a_field_of_the_model_is_taken_where_the_field_is_off():
+    profile = read_profile(SLICE)
+    assert "qk_norm" not in profile.model
+    fields = {name: value for name, value in profile.model.items() if name != "num_layers"}
+    assert len(profile.layer_costs(Decoder(**fields, num_layers=3), SLICE)) == 5
+    with pytest.raises(UsageError, match="qk_norm is None there and True here"):
+        profile.layer_costs(Decoder(**fields, num_layers=3, qk_norm=True), SLICE)
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path):

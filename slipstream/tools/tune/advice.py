@@ -98,9 +98,14 @@ def full_batch(config: Config, sequence_length: int, batch: float) -> tuple[int,
     as many microbatches as stages, and as the schedule needs. The configured size is reduced if there would be too
     few."""
     sequences = batch / (sequence_length * config.pipeline.replicas)
-    least = max(schedule_of(config).min_microbatches, config.pipeline.stages)
+    least = fewest_sequences(config) // config.pipeline.replicas
     size = min(config.train.microbatch_size, max(1, int(sequences / least)))
     return size, max(least, round(sequences / size))
+
+
+def fewest_sequences(config: Config) -> int:
+    """Returns the sequences in the smallest step that keeps the pipeline full."""
+    return max(schedule_of(config).min_microbatches, config.pipeline.stages) * config.pipeline.replicas
 
 
 def batch_of(config: Config, sequence_length: int) -> int:

@@ -1,15 +1,17 @@
-"""Level 2: short runs of the trained weights themselves, at several learning rates.
+"""Level 2: short runs of the trained weights themselves, at several learning rates and batches.
 
 Laws of training from scratch know nothing of weights that saw other text, or that another optimizer made. Such weights
-want a lower rate (docs/results/continued.md). So each trial continues them at one rate for a part of the tokens, with a
-decay to zero at its end. The rate with the lowest loss becomes that of the whole run, lowered for its greater length.
+want a lower rate and another batch (docs/results/continued.md). So each trial continues them for a part of the tokens,
+with a decay to zero at its end. Trials differ first in the rate, at the batch of the laws, and then in the batch, with
+the rate in proportion to its square root. The best rate and the best batch become those of the whole run. They hardly
+depend on its length: over a factor of 16 in tokens neither moved by more than the trials can tell.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,28 +19,41 @@ from ...config.schema import Config
 from ...errors import ConfigError
 from ...model.registry import Decoder
 from ...model.spec import ModelSpec
-from .advice import Size, batch_of, is_delayed
-from .fit import Fit
+from ..study.cell import Cell
+from .advice import Size, batch_of, fewest_sequences, is_delayed
+from .laws import weight_decay
 from .proxies import MICROBATCH_TOKENS, Proxy, proxy_of
 from .trunks import Laboratory, Record, try_rates
 
 FACTORS = (0.25, 0.5, 1.0)
 """Rates of the first trials, as multiples of that of the laws."""
-NUM_TRIALS = 5
-"""Number of trials that the budget is divided by: the first ones, and two in case the best is at an edge."""
+NUM_TRIALS = 8
+"""Number of trials that the budget is divided by: three rates, two more in case the best is at an edge, and batches."""
 MIN_STEPS = 50
-RATE_BY_TOKENS = -0.15
-"""Exponent of the tokens in the best rate at a fixed batch, if no law was fitted: Step Law has 0.02, MuonH -0.32
-(arXiv:2603.28743)."""
+GAIN = 0.01
+"""Share of the loss that half the batch must gain to be chosen. Over 16 times the tokens such a gain shrinks to a
+third, and small steps make poor use of devices."""
 
 
 @dataclass(frozen=True)
 class Trial(Proxy):
-    """The target itself, with the weights of model.initial, for a part of its tokens."""
+    """The target itself, with the weights of model.initial, for a part of its tokens. `batch` is that of the laws."""
+
+    whole_tokens: float
+    """Tokens of the target."""
 
     @property
     def middle_tokens(self) -> float:
         return self.tokens
+
+    def cell(self, rate: float, sequences: int, is_late: bool) -> Cell:
+        """Returns the cell of a trial. Its weight decay is that of the whole run: by its own length it would have many
+        times as much."""
+        cell = super().cell(rate, sequences, is_late)
+        batch = sequences * self.model.sequence_length
+        decay = weight_decay(self.size.parameters, self.whole_tokens, batch, rate)
+        section = replace(cell.config.optimizer, weight_decay=decay)
+        return replace(cell, config=replace(cell.config, optimizer=section))
 
     def horizons(self, sequences: int) -> tuple[int, ...]:
         return (int(self.tokens / (sequences * self.model.sequence_length)),)
@@ -52,25 +67,29 @@ class Trial(Proxy):
 @dataclass(frozen=True)
 class Trials:
     rate: float
+    """Best rate at this batch."""
+    batch: float
+    """Best batch, in tokens."""
     band: tuple[float, float]
-    """Rates of the whole run that belong to the neighbours of the best trial."""
+    """Rates of the neighbours of the best trial, at this batch."""
     is_edge: bool
     """Whether the best trial had no neighbour on one side."""
     records: list[Record]
 
 
-def trial_of(config: Config, model: ModelSpec, tokens: float) -> Trial:
-    """Returns a trial of so many tokens, at the batch of the configuration."""
+def trial_of(config: Config, model: ModelSpec, tokens: float, share: float = 1.0) -> Trial:
+    """Returns a trial of a share of the tokens, at the batch of the configuration."""
     if not isinstance(model, Decoder):
         raise ConfigError(f"model.initial = {config.model.initial!r} is no decoder: give the folder of one")
     size = Size.of(model)
     proxy = proxy_of(config, model, size, tokens)
-    return Trial(model, proxy.config, size, tokens, batch_of(config, model.sequence_length) // model.sequence_length)
+    sequences = batch_of(config, model.sequence_length) // model.sequence_length
+    return Trial(model, proxy.config, size, share * tokens, sequences, tokens)
 
 
 def plan_trials(config: Config, model: ModelSpec, tokens: float, share: float) -> Trial:
     """Returns what each trial runs. share: part of the target's tokens that all trials together may have."""
-    trial = trial_of(config, model, share * tokens / NUM_TRIALS)
+    trial = trial_of(config, model, tokens, share / NUM_TRIALS)
     (steps,) = trial.horizons(trial.batch)
     if steps < MIN_STEPS:
         least = MIN_STEPS * NUM_TRIALS * trial.batch * model.sequence_length / tokens
@@ -81,19 +100,43 @@ def plan_trials(config: Config, model: ModelSpec, tokens: float, share: float) -
     return trial
 
 
-def run_trials(trial: Trial, config: Config, tokens: float, fit: Fit | None, laboratory: Laboratory) -> Trials:
-    """Runs the trials. config: batch and rate of the laws. tokens: those of the whole run."""
-    rate = config.optimizer.learning_rate
-    assert rate is not None, "tune sets it"
-    tried = try_rates(trial, laboratory, [rate * factor for factor in FACTORS], is_delayed(config))
-    exponent = RATE_BY_TOKENS if fit is None else fit.value("r_d")
-    longer = (tokens / trial.tokens) ** exponent
-    best = min(tried, key=tried.__getitem__)
+def run_trials(trial: Trial, config: Config, laboratory: Laboratory) -> Trials:
+    """Runs the trials. config: batch and rate of the laws."""
+    centre, is_late = config.optimizer.learning_rate, is_delayed(config)
+    assert centre is not None, "tune sets it"
+    tried = try_rates(trial, laboratory, [centre * factor for factor in FACTORS], is_late)
+    rate, loss = bottom(tried)
+    sequences = _try_batches(trial, laboratory, rate, loss, fewest_sequences(config), is_late)
+    scale = math.sqrt(sequences / trial.batch)
     rates = sorted(tried)
-    place = rates.index(best)
-    band = rates[max(0, place - 1)] * longer, rates[min(len(rates) - 1, place + 1)] * longer
-    is_edge = place in (0, len(rates) - 1)
-    return Trials(bottom(tried)[0] * longer, band, is_edge, list(laboratory.records.values()))
+    place = rates.index(min(tried, key=tried.__getitem__))
+    band = rates[max(0, place - 1)] * scale, rates[min(len(rates) - 1, place + 1)] * scale
+    return Trials(
+        rate * scale,
+        sequences * trial.model.sequence_length,
+        band,
+        place in (0, len(rates) - 1),
+        list(laboratory.records.values()),
+    )
+
+
+def _try_batches(trial: Trial, laboratory: Laboratory, rate: float, loss: float, fewest: int, is_late: bool) -> int:
+    """Halves the batch as long as this gains enough, or else doubles it as long as the loss falls. Returns the
+    sequences in a step.
+
+    rate, loss: the best rate at the batch of the laws, and its loss. fewest: sequences that keep the pipeline full.
+    """
+    best, lowest = trial.batch, loss
+    for factor, gain in ((0.5, GAIN), (2.0, 0.0)):
+        while laboratory.can_afford(trial) and (sequences := round(best * factor)) >= fewest:
+            record = laboratory.trunk(trial, rate * math.sqrt(sequences / trial.batch), sequences, is_late)
+            found = math.inf if record.losses[0] is None else record.losses[0]
+            if found >= (1 - gain) * lowest:
+                break
+            best, lowest = sequences, found
+        if best != trial.batch:
+            break
+    return best
 
 
 def bottom(losses: Mapping[float, float]) -> tuple[float, float]:

@@ -254,27 +254,35 @@ def continued(folder: Path) -> Config:
     )
 
 
-def test_trials_find_a_rate_that_no_law_knows(tmp_path, folder, monkeypatch, capsys):
-    runs, law = [], 0.0
+@pytest.mark.parametrize(("rate", "batch", "num_trials"), [(1 / 6, 1, 7), (0.5, 0.25, 6), (0.5, 2, 6)])
+def test_trials_find_a_rate_and_a_batch_that_no_law_knows(rate, batch, num_trials, tmp_path, folder, monkeypatch):
+    """Best are so many times the rate and the batch of the law."""
+    runs, law, sequences = [], 0.0, 1
 
     def losses(cell: Cell, horizons: tuple[int, ...], *_: object) -> list[float]:
         runs.append(cell.config)
-        return [2 + 0.02 * math.log(6 * cell.config.optimizer.learning_rate / law) ** 2 for _ in horizons]
+        scale = batch_of(cell.config, 16) / (16 * sequences)
+        x = math.log(cell.config.optimizer.learning_rate / (law * rate * math.sqrt(scale)))
+        return [2 + 0.02 * x**2 + 0.1 * math.log(scale / batch) ** 2 for _ in horizons]
 
     monkeypatch.setattr(trunks, "run_trunk", losses)
     monkeypatch.setattr(trials, "MIN_STEPS", 10)
     out = ["--output", str(tmp_path / "out")]
     assert tune(*out, tokens=1e6) == 0
-    law = read(tmp_path / "out")["setting"]["learning_rate"]
+    before = read(tmp_path / "out")["setting"]
+    law, sequences = before["learning_rate"], before["batch"] // 16
     assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
-    tree, said = read(tmp_path / "out"), capsys.readouterr().out
-    tokens = {config.train.steps * batch_of(config, 16) for config in runs}
-    assert len(runs) == trials.NUM_TRIALS and len(tokens) == 1 and 3e4 < min(tokens) <= 4e4
+    tree = read(tmp_path / "out")
+    tokens = [config.train.steps * batch_of(config, 16) for config in runs]
+    assert len(runs) == len(tree["trials"]) == num_trials and 2e4 < min(tokens) <= max(tokens) <= 2.5e4
     assert all(config.model.initial == str(folder) for config in runs)
-    assert math.isclose(tree["setting"]["learning_rate"], law / 6 * 25**trials.RATE_BY_TOKENS, rel_tol=0.02)
-    assert tree["prediction"] is None and len(tree["trials"]) == 5
-    assert "The rate is that of 5 trials, which cost 19" in said and "Warning: the best trial" not in said
-    assert "<h2>Trials</h2>" in (tmp_path / "out" / "tune.html").read_text()
+    sections = [(config.optimizer, batch_of(config, 16)) for config in runs]
+    decays = [section.weight_decay * section.learning_rate / tokens for section, tokens in sections]
+    assert max(decays) < 1.01 * min(decays)  # that of the whole run for all of them
+    assert math.isclose(tree["setting"]["batch"], batch * before["batch"], rel_tol=0.1)
+    scale = math.sqrt(tree["setting"]["batch"] / before["batch"])
+    assert math.isclose(tree["setting"]["learning_rate"], law * rate * scale, rel_tol=0.02)
+    assert tree["prediction"] is None and "<h2>Trials</h2>" in (tmp_path / "out" / "tune.html").read_text()
     runs.clear()
     assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
     assert not runs and read(tmp_path / "out") == tree
@@ -295,7 +303,7 @@ def test_trials_that_are_too_short_are_refused(tmp_path, folder, capsys):
     assert tune("--trials", "1%", "--output", str(tmp_path / "out"), config=continued(folder), tokens=1e5) == 2
     said = capsys.readouterr().err
     assert re.search(
-        r"trials = 1.000% is too small: each of 5 trials would make \d+ steps, .* use --trials \d+%\n$", said
+        r"trials = 1.000% is too small: each of 8 trials would make \d+ steps, .* use --trials \d+%\n$", said
     )
     assert not (tmp_path / "out").exists()
 
