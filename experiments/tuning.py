@@ -12,6 +12,11 @@ the best batch is at an edge. The predicted setting is run with two seeds, delay
     python experiments/tuning.py runs/tune-continued --guesses 0.02:32 0.002:32 0.02:128
 
 With --guesses there is no sweep: the predicted setting is compared with these rates and sequences in a step.
+
+    python experiments/tuning.py runs/tune-continued --by-length 0.005:8 0.01:8 0.02:8
+
+With --by-length neither: each of these settings is a trunk of the target, with branches that decay after a sixteenth of
+the tokens, an eighth and so on. The table shows whether the best rate or batch depends on the length of the run.
 """
 
 from __future__ import annotations
@@ -36,14 +41,17 @@ from slipstream.tools.study.record import Record
 from slipstream.tools.study.runner import run_study
 from slipstream.tools.tune.advice import Size, batch_of, is_delayed, with_rate
 from slipstream.tools.tune.proxies import Proxy, held_out_sequences, proxy_of
-from slipstream.tools.tune.trials import bottom
-from slipstream.tools.tune.trunks import corpus_vocab_size
+from slipstream.tools.tune.trials import bottom, trial_of
+from slipstream.tools.tune.trunks import corpus_vocab_size, run_trunk
 
 RATES = (2**-1, 2**-0.5, 1.0, 2**0.5, 2.0)
 """Rates at the predicted batch, as multiples of the predicted one."""
 BATCHES = (0.5, 1.0, 2.0)
 SEEDS = (0, 1)
 MOST_ROUNDS = 8
+LENGTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+Setting = tuple[float, int]
+"""Rate, and sequences in a step."""
 Losses = dict[int, dict[float, float]]
 """Losses of delayed runs of the first seed, by sequences in a step and by rate."""
 
@@ -51,7 +59,7 @@ Losses = dict[int, dict[float, float]]
 class Sweep:
     def __init__(self, folder: Path, jobs: int | None) -> None:
         self._folder, self._jobs = folder, jobs
-        config = load_toml(folder / "tuned.toml")
+        self.config = config = load_toml(folder / "tuned.toml")
         model = model_of(config, corpus_vocab_size(config))
         tree = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
         self.prediction: dict[str, Any] = tree["prediction"]
@@ -169,7 +177,21 @@ def compare(sweep: Sweep) -> str:
     return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def against(sweep: Sweep, guesses: Sequence[tuple[float, int]]) -> str:
+def by_length(sweep: Sweep, settings: Sequence[Setting]) -> str:
+    """Runs a trunk for each setting. Returns a table of the losses at the ends of its branches."""
+    head = ["rate", "tokens a step", *(f"{length * sweep.tokens:,.0f} tokens" for length in LENGTHS)]
+    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
+    for rate, sequences in settings:
+        cell = trial_of(sweep.config, sweep.proxy.model, sweep.tokens).cell(rate, sequences, sweep.is_late)
+        steps = [round(length * sweep.tokens / (sequences * sweep.length)) for length in LENGTHS]
+        losses = run_trunk(cell, steps, lambda _: None, 1.0)
+        texts = ["diverged" if loss is None else f"{loss:.4f}" for loss in losses]
+        lines.append(f"| {' | '.join([f'{rate:g}', f'{sequences * sweep.length:,}', *texts])} |")
+        print(lines[-1], flush=True)
+    return "\n".join([*lines, ""])
+
+
+def against(sweep: Sweep, guesses: Sequence[Setting]) -> str:
     """Runs the predicted setting and the guesses with all seeds. Returns a table, the best first."""
     settings = [(sweep.rate, sweep.sequences), *guesses]
     sweep.run([(rate, sequences, sweep.is_late, seed) for rate, sequences in settings for seed in SEEDS])
@@ -204,16 +226,26 @@ def draw(sweep: Sweep, path: Path) -> None:
     figures.save(figure, path)
 
 
+def setting(text: str) -> Setting:
+    rate, sequences = text.split(":")
+    return float(rate), int(sequences)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="output folder of slipstream tune --budget")
     parser.add_argument("--jobs", type=int, help="runs at a time")
-    parser.add_argument("--guesses", nargs="+", metavar="RATE:SEQUENCES", help="settings to compare with, no sweep")
+    parser.add_argument(
+        "--guesses", nargs="+", metavar="RATE:SEQUENCES", type=setting, help="to compare with, no sweep"
+    )
+    parser.add_argument("--by-length", nargs="+", metavar="RATE:SEQUENCES", type=setting, help="branches, no sweep")
     arguments = parser.parse_args()
     sweep = Sweep(arguments.folder, arguments.jobs)
+    if arguments.by_length:
+        print(by_length(sweep, arguments.by_length))
+        return
     if arguments.guesses:
-        pairs = (guess.split(":") for guess in arguments.guesses)
-        text = against(sweep, [(float(rate), int(sequences)) for rate, sequences in pairs])
+        text = against(sweep, arguments.guesses)
     else:
         sweep.explore()
         text = compare(sweep)

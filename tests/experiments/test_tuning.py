@@ -67,3 +67,10 @@ def test_guesses_are_sorted_by_what_they_lead_to(sweep: tuning.Sweep) -> None:
     rows = tuning.against(sweep, [(0.03, 16), (0.3, 16)]).splitlines()[2:]
     assert [row.split("|")[1].strip() for row in rows] == ["guess 1", "**tuned**", "guess 2"]
     assert rows[0].endswith("| 2.0305 | 2.0300, 2.0310 |")
+
+
+def test_the_losses_of_a_setting_by_length(sweep: tuning.Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "run_trunk", lambda cell, steps, *_: [*(100 / count for count in steps[:-1]), None])
+    head, _, row = tuning.by_length(sweep, [(0.03, 16)]).splitlines()
+    assert head.startswith("| rate | tokens a step | 6,250 tokens | 12,500 tokens |")
+    assert row == "| 0.03 | 256 | 4.1667 | 2.0408 | 1.0204 | 0.5128 | diverged |"

@@ -3,8 +3,8 @@
 Laws of training from scratch know nothing of weights that saw other text, or that another optimizer made. Such weights
 want a lower rate and another batch (docs/results/continued.md). So each trial continues them for a part of the tokens,
 with a decay to zero at its end. Trials differ first in the rate, at the batch of the laws, and then in the batch, with
-the rate in proportion to its square root. The best rate and the best batch become those of the whole run. They hardly
-depend on its length: over a factor of 16 in tokens neither moved by more than the trials can tell.
+the rate in proportion to its square root. The best batch becomes that of the whole run. So does the best rate, raised a
+little: the longer the run, the better it recovers from what a high rate destroys at first.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ FACTORS = (0.25, 0.5, 1.0)
 NUM_TRIALS = 8
 """Number of trials that the budget is divided by: three rates, two more in case the best is at an edge, and batches."""
 MIN_STEPS = 50
+RATE_BY_TOKENS = 0.1
+"""Exponent of the tokens in the best rate. Over 16 times the tokens the best rate of one model grew by a factor of 1.2
+to 1.7 (docs/results/continued.md), and the best batch stayed the same."""
 GAIN = 0.01
 """Share of the loss that half the batch must gain to be chosen. Over 16 times the tokens such a gain shrinks to a
 third, and small steps make poor use of devices."""
@@ -67,11 +70,11 @@ class Trial(Proxy):
 @dataclass(frozen=True)
 class Trials:
     rate: float
-    """Best rate at this batch."""
+    """Rate of the whole run, at this batch."""
     batch: float
     """Best batch, in tokens."""
     band: tuple[float, float]
-    """Rates of the neighbours of the best trial, at this batch."""
+    """The same of the neighbours of the best trial."""
     is_edge: bool
     """Whether the best trial had no neighbour on one side."""
     records: list[Record]
@@ -107,7 +110,7 @@ def run_trials(trial: Trial, config: Config, laboratory: Laboratory) -> Trials:
     tried = try_rates(trial, laboratory, [centre * factor for factor in FACTORS], is_late)
     rate, loss = bottom(tried)
     sequences = _try_batches(trial, laboratory, rate, loss, fewest_sequences(config), is_late)
-    scale = math.sqrt(sequences / trial.batch)
+    scale = math.sqrt(sequences / trial.batch) * (trial.whole_tokens / trial.tokens) ** RATE_BY_TOKENS
     rates = sorted(tried)
     place = rates.index(min(tried, key=tried.__getitem__))
     band = rates[max(0, place - 1)] * scale, rates[min(len(rates) - 1, place + 1)] * scale

@@ -280,7 +280,7 @@ def test_trials_find_a_rate_and_a_batch_that_no_law_knows(rate, batch, num_trial
     decays = [section.weight_decay * section.learning_rate / tokens for section, tokens in sections]
     assert max(decays) < 1.01 * min(decays)  # that of the whole run for all of them
     assert math.isclose(tree["setting"]["batch"], batch * before["batch"], rel_tol=0.1)
-    scale = math.sqrt(tree["setting"]["batch"] / before["batch"])
+    scale = math.sqrt(tree["setting"]["batch"] / before["batch"]) * 40**trials.RATE_BY_TOKENS
     assert math.isclose(tree["setting"]["learning_rate"], law * rate * scale, rel_tol=0.02)
     assert tree["prediction"] is None and "<h2>Trials</h2>" in (tmp_path / "out" / "tune.html").read_text()
     runs.clear()
