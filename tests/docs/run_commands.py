@@ -35,7 +35,7 @@ NOT_RUN = {
     r"make (train|test|bench|results|docs|test-faults|test-fuzz)": "CI and the tests run it",
     r"tests\.faults\.(kills|others)|pytest tests/(schedule|optim)": "a part of make test and make test-faults",
     r"slipstream reshape runs/live|--run.name live": "needs two terminals; tests/train/test_reshape.py does it",
-    r"python\.txt|wikitext2|mismatch": "a study of an hour, with text that is not here",
+    r"python\.txt|wikitext2|mismatch|stories": "a study of an hour, with text that is not here",
     r"\$B|edumix|experiments/oracle.py runs/hosts": "belongs to a command that is not run",
     r"^[^\n]*( [A-Z]{4,}\b|\[|\.\.\.)[^\n]*$": "stands for what the reader writes",
     r"train 135m\.toml": "a model for GPUs",
