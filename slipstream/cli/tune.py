@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..config.models import model_of
+from ..config.rules import trains_all
 from ..config.schema import Config
 from ..config.toml import to_toml
 from ..errors import UsageError
@@ -79,6 +80,8 @@ def main(arguments: list[str]) -> None:
     given, _, _ = parse_with_config(TuneArguments, arguments, "tune")
     config = config_of(given)
     budget, trials = _check(given)
+    if not trains_all(config):
+        raise UsageError("adapter.rank and train.freeze are unknown to slipstream tune: its laws are of whole models")
     needs_corpus = budget is not None or bool(config.model.initial)
     model = model_of(config, corpus_vocab_size(config) if needs_corpus else 0)
     size = Size.of(model)

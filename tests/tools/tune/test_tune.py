@@ -393,6 +393,7 @@ REFUSED = {
     "--tokens 1e9 --budget 900%": r"data.sources = \['builtin'\] has [\d,]+ tokens, and a proxy of [\d.e-]+M",
     "--tokens 1e7 --budget 1000% --reach 1.5": r"reach = 1.5 is less than the [\d.]+ times by which",
     "--reach 0": r"reach = 0.0 is invalid",
+    "--adapter.rank 4": r"adapter.rank and train.freeze are unknown to slipstream tune",
     "--trials 20%": r"trials = '20%' needs the weights to try: give --model.initial",
     "--tokens-before 1e6": r"tokens_before = 1000000.0 needs --model.initial",
     "--model.num-heads 2 --tokens 1e7 --budget 2%": r"model.num_heads = 2 leaves no three smaller models",
