@@ -23,7 +23,7 @@ from slipstream.config.schema import Config, OptimizerSection
 from slipstream.errors import RunFailure
 from slipstream.model.decoder import layer_costs
 from slipstream.model.registry import preset
-from slipstream.tools.plan import budget
+from slipstream.tools.plan import budget, search
 from slipstream.tools.plan import profile as profiling
 from slipstream.tools.plan.causes import idle_causes
 from slipstream.tools.plan.costs import estimate, find_device
@@ -38,6 +38,12 @@ SMALL = [*SHAPE.format(32, 4, 64).split(), "--model.sequence-length", "32"]
 IN_FLOAT32 = ["--train.compute-dtype", "float32"]
 DEEP = [*SHAPE.format(64, 10, 256).split(), "--model.sequence-length", "8"]
 """Mostly weights: 0.0059 GiB on one device, 0.0021 of each with two_bw on four."""
+
+
+@pytest.fixture(autouse=True)
+def few_sizes(monkeypatch):
+    """Three sizes of microbatches, because each is played."""
+    monkeypatch.setattr(search, "MAX_SIZES", 3)
 
 
 def plan(capsys, *words: str) -> str:

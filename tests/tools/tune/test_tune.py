@@ -49,7 +49,7 @@ SMALL = changed(Config(), model__preset="small", train__device="cpu", model__seq
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch):
     """Bands from few fits, which take most of the time here."""
-    monkeypatch.setattr(fitting, "NUM_SAMPLES", 40)
+    monkeypatch.setattr(fitting, "NUM_SAMPLES", 16)
 
 
 @pytest.fixture
