@@ -23,6 +23,7 @@ from ..tools.tune.advice import (
     TOKENS_PER_PARAMETER,
     Size,
     batch_of,
+    gap_remark,
     is_delayed,
     law_rows,
     level_0,
@@ -123,7 +124,8 @@ def main(arguments: list[str]) -> None:
         chosen = with_batch(chosen, length, tried.batch)
         rate = tried.rate * math.sqrt(batch_of(chosen, length) / tried.batch)
         chosen = with_rate(chosen, size, length, rate, tokens)
-        prediction, said = None, [*said, *_trial_remarks(tried, size, tokens)]
+        prediction, said = None, [*_trial_remarks(tried, size, tokens), *_mismatch(config)]
+        said += [gap_remark(chosen)] if is_delayed(chosen) else []
     rows = law_rows(config, size, tokens)
     tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0, tried)
     _print(screen, tuning)
@@ -225,12 +227,16 @@ def _continued_remarks(config: Config, before: float, tokens: float) -> list[str
             "This is little for trained weights: they saw other text, and a lower rate than this one may be better. If "
             "you know how many tokens they were trained on, give --tokens-before; --trials 20% tries them."
         )
-    if config.optimizer.name == "muon":
-        found.append(
-            "If AdamW trained these weights, Muon may forget more of them than AdamW does (arXiv:2605.10468): compare "
-            "with optimizer.name = 'adamw'."
-        )
-    return found
+    return [*found, *_mismatch(config)]
+
+
+def _mismatch(config: Config) -> list[str]:
+    if config.optimizer.name != "muon":
+        return []
+    return [
+        "If AdamW trained these weights, Muon may forget more of them than AdamW does (arXiv:2605.10468): compare with "
+        "optimizer.name = 'adamw'."
+    ]
 
 
 def _trial_remarks(tried: Trials, size: Size, tokens: float) -> list[str]:

@@ -282,6 +282,7 @@ def test_trials_find_a_rate_and_a_batch_that_no_law_knows(rate, batch, num_trial
     assert math.isclose(tree["setting"]["batch"], batch * before["batch"], rel_tol=0.1)
     scale = math.sqrt(tree["setting"]["batch"] / before["batch"]) * 40**trials.RATE_BY_TOKENS
     assert math.isclose(tree["setting"]["learning_rate"], law * rate * scale, rel_tol=0.02)
+    assert any(f"nats in {tree['setting']['steps']:,} steps" in remark for remark in tree["remarks"])
     assert tree["prediction"] is None and "<h2>Trials</h2>" in (tmp_path / "out" / "tune.html").read_text()
     runs.clear()
     assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
