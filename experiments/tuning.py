@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +188,7 @@ def by_length(sweep: Sweep, settings: Sequence[Setting]) -> str:
         losses = run_trunk(cell, steps, lambda _: None, 1.0)
         texts = ["diverged" if loss is None else f"{loss:.4f}" for loss in losses]
         lines.append(f"| {' | '.join([f'{rate:g}', f'{sequences * sweep.length:,}', *texts])} |")
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join([*lines, ""])
 
 

@@ -32,7 +32,7 @@ NUM_TRIALS = 8
 MIN_STEPS = 50
 RATE_BY_TOKENS = 0.1
 """Exponent of the tokens in the best rate. Over 16 times the tokens the best rate of one model grew by a factor of 1.2
-to 1.7 (docs/results/continued.md), and the best batch stayed the same."""
+in branches of one trunk and 1.7 from trials (docs/results/continued.md), and the best batch stayed the same."""
 GAIN = 0.01
 """Share of the loss that half the batch must gain to be chosen. Over 16 times the tokens such a gain shrinks to a
 third, and small steps make poor use of devices."""
@@ -71,7 +71,7 @@ class Trial(Proxy):
 class Trials:
     rate: float
     """Rate of the whole run, at this batch."""
-    batch: float
+    batch: int
     """Best batch, in tokens."""
     band: tuple[float, float]
     """The same of the neighbours of the best trial."""
