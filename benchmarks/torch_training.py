@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from slipstream.config.schema import Config
 from slipstream.config.toml import load_toml
 from slipstream.model.chunked_loss import decoder_and_loss
 from slipstream.model.decoder import initialise, layer_costs
+from slipstream.pipeline.compiled import Compiled
 from slipstream.pipeline.partition import cut, partition
 from slipstream.pipeline.update import Updater
 from slipstream.pipeline.weight_versions import WeightVersions, weight_layout
@@ -90,6 +92,8 @@ class Trainer:
         train = self.config.train
         module.to(getattr(torch, train.dtype)).to_empty(device=self.device)
         initialise(module, self.components.model, train.seed)
+        if train.compile:
+            module = Compiled(OrderedDict(module.named_children()))
         versions = WeightVersions(
             module,
             weight_layout(1, is_mixed=self.precision.is_mixed),
@@ -109,6 +113,8 @@ class Trainer:
                 asked = {"target": torch.cat([y for _, y in pairs]).to(self.device), "losses": []}
             self.schedule.step(*inputs, **asked, return_outputs=False)
             self._update(step)
+            if step == 0:
+                began = time.perf_counter()  # what the first step loads and compiles is not counted
             if (step + 1) % self.config.evaluation.every_steps == 0 or step + 1 == self.config.train.steps:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()
