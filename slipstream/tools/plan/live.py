@@ -70,11 +70,10 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        inputs: list[Tensor] | None = None
+        kwargs = kwargs or {}
+        inputs = list(_tensors((*args, *kwargs.values())))
+        result = _run(function, args, kwargs, inputs)
         for tensor in _tensors(result):
-            if inputs is None:
-                inputs = list(_tensors((*args, *(kwargs or {}).values())))
             self._live.add(tensor, inputs)
         return result
 
@@ -85,6 +84,73 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
+
+
+# ---- operations on the meta device
+
+
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_results: dict[Any, int | list[_Form]] = {}
+"""What operations on the meta device return, by their arguments: the index of an input, or the forms of new tensors, or
+an empty list for any other result. torch computes many of these in Python, which takes ten times as long as to look
+them up, and the blocks of a model repeat them."""
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+    if not inputs or not all(tensor.is_meta for tensor in inputs):
+        return function(*args, **kwargs)
+    key = (function, _key(args), _key(tuple(kwargs.items())))
+    known = _results.get(key)
+    if isinstance(known, int):
+        return inputs[known]
+    if known:
+        made = list(map(_make, known))
+        return made[0] if len(made) == 1 else tuple(made)
+    if known is not None:
+        return function(*args, **kwargs)
+    before = list(map(_memory, inputs))
+    result = function(*args, **kwargs)
+    _results[key] = _repeatable(result, inputs) if before == list(map(_memory, inputs)) else []
+    return result
+
+
+def _repeatable(result: Any, inputs: list[Tensor]) -> int | list[_Form]:
+    """Returns the entry of `_results` for a result. New tensors must share no memory with each other or an input."""
+    for index, tensor in enumerate(inputs):
+        if result is tensor:
+            return index
+    outputs = (
+        [result] if isinstance(result, Tensor) else list(result) if type(result) is tuple and len(result) > 1 else []
+    )
+    if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in outputs):
+        return []
+    old, new = ({id(tensor.untyped_storage()) for tensor in tensors} for tensors in (inputs, outputs))
+    forms = [_form(tensor) for tensor in outputs]
+    is_plain = [_memory(_make(form))[:2] for form in forms] == [_memory(tensor)[:2] for tensor in outputs]
+    return forms if is_plain and len(new) == len(outputs) and not old & new else []
+
+
+def _make(form: _Form) -> Tensor:
+    size, stride, dtype = form
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+def _memory(tensor: Tensor) -> tuple[_Form, int, int]:
+    storage = tensor.untyped_storage()
+    return _form(tensor), storage.nbytes(), id(storage)
+
+
+def _key(value: Any) -> Any:
+    """Returns what of an argument decides about the form of the result. 1, 1.0 and True are different arguments."""
+    if isinstance(value, Tensor):
+        return _form(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _form(tensor: Tensor) -> _Form:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 # ---- fused kernels of real devices
