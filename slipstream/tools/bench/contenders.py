@@ -221,7 +221,7 @@ def _run_slipstream(contender: Contender, workload: Workload, transport: Transpo
         ends = _ends_on_device(clock.spans, contender.num_microbatches)
     facts = {"peak_in_flight": float(pipeline.peak_in_flight)}
     num_steady = plan.num_steps - (0 if plan.traits.flushes else 2)
-    costs = _costs(clock, contender.num_microbatches, num_warm_up, num_steady)
+    costs = costs_of(clock, contender.num_microbatches, num_warm_up, num_steady)
     return StageRun(steady(ends[num_warm_up:], contender.schedule), costs, facts)
 
 
@@ -235,10 +235,11 @@ def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]
     ]
 
 
-def _costs(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: int) -> StageCosts:
+def costs_of(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: int) -> StageCosts:
     """Returns the average cost of each action, from the recorded spans. The window starts two steps after the warm-up
     and ends where the pipeline begins to drain, as for the step time. The overhead comes from the clock's steady window
-    or, if there is a warm-up, from the time between spans."""
+    or, if there is a warm-up, from the time between spans. For this all spans count that lie in the window, because the
+    update of a batch, and with it its span, may come a whole step after the batch."""
     steady_microbatches = range((2 + num_warm_up) * num_microbatches, num_steady * num_microbatches)
     spans = [span for span in clock.spans if span.action.microbatch in steady_microbatches]
 
@@ -248,7 +249,9 @@ def _costs(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: in
 
     overhead, overhead_cpu = clock.executor_seconds_per_action if clock.num_actions else (0.0, 0.0)
     if num_warm_up:
-        in_turn = [span for span in spans if not span.in_background]
+        computed = [span for span in spans if span.activity in (Activity.FORWARD, Activity.BACKWARD)]
+        start, end = min(span.start for span in computed), max(span.end for span in computed)
+        in_turn = [span for span in clock.spans if not span.in_background and start <= span.start and span.end <= end]
         num_actions = sum(span.activity.is_compute for span in in_turn)
         overhead = sum(after.start - before.end for before, after in pairwise(in_turn)) / max(1, num_actions)
     return StageCosts(
