@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -60,6 +61,12 @@ def main(arguments: list[str]) -> None:
         raise UsageError("prompt = '' has no tokens: give at least one letter")
     if len(prompt) >= length:
         raise UsageError(f"prompt has {len(prompt)} tokens, and the model {length} positions: shorten it")
+    if len(prompt) + given.max_tokens > length:
+        print(
+            f"max_tokens = {given.max_tokens}: the text ends after at most {length - len(prompt)} tokens, because the "
+            f"model has {length} positions and the prompt takes {len(prompt)}",
+            file=sys.stderr,
+        )
     layers = load(source, *place(given.device, given.dtype))
     for sample in range(given.samples):
         drawn = replace(sampling, seed=given.seed + sample, end=source.end_of_text_id)

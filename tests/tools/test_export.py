@@ -15,6 +15,7 @@ from settings import changed
 from slipstream.checkpoint import Store
 from slipstream.checkpoint.hugging_face import INDEX, WeightFolder, write_weights
 from slipstream.checkpoint.tensors import Description
+from slipstream.cli.generate import main as generate_text
 from slipstream.config.schema import Config, ModelSection
 from slipstream.errors import UsageError
 from slipstream.tools.export import export
@@ -190,6 +191,14 @@ def test_text_ends_where_the_positions_do_and_at_the_end_token(make):
     assert (
         list(generate(layers, [1, 2, 3], Sampling(100, seed=1, end=text[4]), length=16)) == text[: text.index(text[4])]
     )
+
+
+def test_it_is_said_beforehand_where_the_positions_end(make, capsys):
+    _, run = make("dense")
+    generate_text([str(run), "--prompt", "abc", "--max-tokens", "100", "--device", "cpu"])
+    assert "at most 13 tokens, because the model has 16 positions" in capsys.readouterr().err
+    generate_text([str(run), "--prompt", "abc", "--max-tokens", "13", "--device", "cpu"])
+    assert "positions" not in capsys.readouterr().err
 
 
 def test_top_k_and_top_p_draw_only_from_the_likely():
