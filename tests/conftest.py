@@ -15,13 +15,23 @@ from slipstream.config.schema import (
     RunSection,
     TrainSection,
 )
+from slipstream.pipeline import executor
+from slipstream.pipeline.update_step import OVERLAPPING
 
 # Stages are forked from the process that runs the tests, and the fork of a process that has computed with a second
 # thread may hang. On ARM, oneDNN starts threads whatever limit it is given.
 torch.set_num_threads(1)
 torch.backends.mkldnn.enabled = False
+# The tests run on CPUs and stand for GPUs, where updates overlap. Tests of the CPU's own way take it back.
+OVERLAPPING.add("cpu")
 # A shell starts what runs in its background with Ctrl-C ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def updates_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates as they are made on a CPU outside of tests."""
+    monkeypatch.setattr(executor, "OVERLAPPING", {"cuda"})
 
 
 @pytest.fixture(scope="session")

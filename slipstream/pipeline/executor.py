@@ -30,7 +30,7 @@ from .reduction import Finished, Requests, Sums
 from .sampling import Sampler
 from .task import Evaluation, EvaluationReport, StepReport, Task
 from .update import Updater
-from .update_step import Place, UpdateMaker, UpdateStep
+from .update_step import OVERLAPPING, Place, UpdateMaker, UpdateStep
 from .weight_versions import WeightVersions
 from .zero1 import gather_masters
 
@@ -299,7 +299,8 @@ class Executor:
     def _place_of_update(self, step: int) -> Place:
         if not self._schedule.traits.has_slack or step < self._schedule.sync_start_steps:
             return Place.FOREGROUND
-        return Place.SUMS_IN_BACKGROUND if self._awaits_evaluation(step - 1) else Place.BACKGROUND
+        overlaps = self._device.type in OVERLAPPING and not self._awaits_evaluation(step - 1)
+        return Place.BACKGROUND if overlaps else Place.SUMS_IN_BACKGROUND
 
     def _awaits_evaluation(self, step: int) -> bool:
         """Tells whether an evaluation after `step` is still to come. It needs the masters as they are."""

@@ -1,7 +1,8 @@
 """The update of one step, from the end of its batch to its deadline.
 
-The schedule determines when an update must be finished. two_bw leaves time before that. Then the sums over stages and
-the update itself run in a background thread, on a CUDA stream of their own, while the stage continues to compute.
+The schedule determines when an update must be finished. two_bw leaves time before that. Then the sums over stages, and
+on a GPU the update itself, run in a background thread, on a CUDA stream of their own, while the stage continues to
+compute.
 """
 
 from __future__ import annotations
@@ -32,9 +33,14 @@ class Place(Enum):
     """Everything at the deadline, because the schedule leaves no time before it."""
     SUMS_IN_BACKGROUND = auto()
     """The sums at once in the background, and the update at the deadline, because an evaluation still reads the
-    masters."""
+    masters, or because the device is none of OVERLAPPING."""
     BACKGROUND = auto()
     """Everything in the background, before the deadline."""
+
+
+OVERLAPPING = {"cuda"}
+"""Types of devices on which an update overlaps with the computation of its stage. On a CPU both need the same cores,
+and two threads that take them from each other are slower than one (docs/development/decisions.md)."""
 
 
 class State(Enum):

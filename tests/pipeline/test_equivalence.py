@@ -103,6 +103,15 @@ def test_two_bw_follows_the_oracle(stages, m, optimizer, lam, tied, sizes, sync_
     assert len(outcome.evaluations) == 3
 
 
+@pytest.mark.usefixtures("updates_in_turn")
+@pytest.mark.parametrize(("stages", "m", "sync_start", "depth"), [(2, 2, 0, "minimum"), (4, 9, 3, "double")])
+def test_updates_in_turn_follow_the_oracle(stages, m, sync_start, depth):
+    """As on a CPU outside of tests."""
+    task, groups = language_model(tied=True), groups_of("muon", 1.0)
+    outcome, _ = follow_two_bw(task, groups, stages, m, None, sync_start, depth)
+    assert all(split.update > 0 for report in outcome.reports[0][2:-2] for split in report.splits)
+
+
 @forks
 @pytest.mark.parametrize(("stages", "m", "shared_memory"), [(2, 2, True), (4, 5, True), (4, 5, False)])
 def test_processes_follow_the_oracle(stages, m, shared_memory):

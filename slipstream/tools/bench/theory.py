@@ -7,7 +7,7 @@ from statistics import fmean
 
 from ...schedule import SCHEDULES, TRAITS, Op, Schedule, ScheduleError
 from ...schedule.simulate import Costs, min_steady_steps, simulate
-from .contenders import Contender, steady
+from .contenders import Contender, StageCosts, steady
 from .turns import Round, World
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, work_of
 
@@ -66,15 +66,17 @@ def predicted_seconds(contender: Contender, world: World, measured: Round) -> fl
     and steady window, with the measured times of the actions, the executor and a message."""
     schedule = contender.plan(world.num_stages, world.num_steps)
     stages = measured.costs
-    in_background = schedule.traits.has_slack
-    last_to_come = min(stage.sums for stage in stages)
-    updates = [
-        stage.update + stage.overhead + (last_to_come if schedule.global_update else stage.sums) for stage in stages
-    ]
+    has_slack, last_to_come = schedule.traits.has_slack, min(stage.sums for stage in stages)
+
+    def update(stage: StageCosts) -> float:
+        if has_slack:  # the sums are made in the background, and so may be the update
+            return stage.update + stage.overhead if stage.update else 0.0
+        return stage.update + stage.overhead + (last_to_come if schedule.global_update else stage.sums)
+
     costs = Costs(
         forward=[stage.forward + stage.overhead for stage in stages],
         backward=[stage.backward + stage.overhead for stage in stages],
-        update=0.0 if in_background else updates,
+        update=[update(stage) for stage in stages],
         latency=measured.message_seconds,
     )
     spacings = []

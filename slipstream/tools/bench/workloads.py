@@ -23,6 +23,7 @@ from ...config.schema import Config, OptimizerSection
 from ...model.decoder import ModelConfig, decoder, initialise, next_token_loss
 from ...optim import Group
 from ...pipeline.partition import cut
+from ...pipeline.update_step import OVERLAPPING
 from ...precision import Precision
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
@@ -209,6 +210,9 @@ def _no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def emulated(placement: Placement, unbalanced: bool = False, divisible: bool = False) -> Workload:
+    """Returns stages that sleep. They stand for GPUs, which leave the cores of the host free. So from then on this
+    process makes updates in the background."""
+    OVERLAPPING.add("cpu")
     work = work_of(placement.num_processes, unbalanced)
     per_process = placement.num_chunks / placement.num_processes
     shares = [work[placement.process(chunk)] / per_process for chunk in range(placement.num_chunks)]
