@@ -17,6 +17,7 @@ from ..errors import NonFiniteError
 from ..optim.groups import Group
 from ..schedule import Action, Schedule
 from ..transport.base import Transport
+from ..transport.computing_threads import begin_computing_thread
 from ..transport.streams import Event, Streams
 from .clock import Activity, Clock, Mark
 from .partition import Tied
@@ -78,7 +79,7 @@ class UpdateMaker:
         self.background = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"update of stage {transport.stage}",
-            initializer=torch.set_num_threads,  # OpenMP has a separate limit for every thread
+            initializer=begin_computing_thread,
             initargs=(torch.get_num_threads(),),
         )
         # The last backward of a batch goes from the last stage to the first within this many steps.

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from ..errors import NonFiniteError, PipelineError, StageFailure
 from .base import Transport
+from .computing_threads import await_ended_threads, begin_computing_thread
 from .environment import under_torchrun
 from .failures import read_failure
 from .link import PeerLost, place_of
@@ -325,6 +326,8 @@ def _launch_processes(
     if start_method is None:
         start_method = "spawn" if sys.platform != "linux" else "forkserver" if _can_pickle(worker) else "fork"
     context = multiprocessing.get_context(start_method)
+    if start_method == "fork":
+        await_ended_threads()
     if start_method == "forkserver":
         context.set_forkserver_preload(["slipstream.pipeline"])
     processes: list[BaseProcess] = []
@@ -506,7 +509,7 @@ def _launch_threads(worker: WorldWorker[Result], options: LaunchOptions) -> list
             everyone.wait()
         except threading.BrokenBarrierError:  # another thread could not be started
             return
-        torch.set_num_threads(num_threads)  # OpenMP has a separate limit for every thread
+        begin_computing_thread(num_threads)
         world = ThreadWorld(layouts, rank)
         try:
             results[rank] = worker(world)
