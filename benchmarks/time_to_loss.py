@@ -13,10 +13,12 @@ The rules:
 - "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and torch's ZBVZeroBubble, the fastest of torch's in
   benchmarks/gpu_pipeline_h200_2026-11-17, runs beside it (benchmarks/torch_training.py).
 - On CPUs the contenders of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP),
-  and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. On a GPU one
-  run follows the other; `--together` runs all seeds of a contender at once, each on slices of its own. Neither starting
-  the processes nor evaluations count: of slipstream's time, each evaluation takes off what it computes on its slowest
-  stage.
+  and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. Where the
+  machine is a guest, its host may give the cores to others for a while, which hits a full pipeline harder than one with
+  idle time. The steps of such a turn (STOLEN) count with the time per step of the run's other turns.
+- On a GPU one run follows the other; `--together` runs all seeds of a contender at once, each on slices of its own.
+- Neither starting the processes nor evaluations count: of slipstream's time, each evaluation takes off what it computes
+  on its slowest stage.
 - Time to loss: when a run's held-out loss first comes down to the final loss of the 1F1B run of its seed, between
   evaluations in a straight line; "never" is an answer.
 """
@@ -33,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -52,6 +55,10 @@ NUM_EVALUATIONS = 25
 STEPS = {"cpu": 6500, "cuda": 10_000}
 SEEDS = {"cpu": [0, 1, 2], "cuda": [0, 1]}
 TURN_SECONDS = 5.0
+STOLEN = 0.02
+"""Share of the machine that its other guests may take in a turn. With more, the turn is disturbed."""
+FEWEST_TURNS = 10
+"""Undisturbed turns that a run needs. With fewer, all its turns count as they are."""
 SHARE = 12
 """Percent of the GPU for each process: with more of it the clock falls where all are busy."""
 SETTINGS = {
@@ -101,6 +108,18 @@ class Run:
     losses: list[float]
     stolen: float = 0.0
     """The share of this machine's time that went to its other guests meanwhile, as Linux counts it."""
+    disturbed: float = 0.0
+    """Share of its turns that count with the time per step of the others."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A time in which a run computed."""
+
+    begin: float
+    end: float
+    stolen: float
+    """Share of the machine that went to its other guests."""
 
 
 def contenders(device: str, num_steps: int) -> dict[str, tuple[list[str], list[str], int]]:
@@ -128,17 +147,18 @@ def settings(device: str, data: str | None) -> list[str]:
 class Process:
     """One training, and the intervals in which it was allowed to compute."""
 
-    def __init__(self, seed: int, contender: str, runner: list[str], options: list[str], num_steps: int) -> None:
-        self.seed, self.contender, self.num_steps = seed, contender, num_steps
+    def __init__(
+        self, seed: int, contender: str, runner: list[str], options: list[str], num_steps: int, on_cpu: bool
+    ) -> None:
+        self.seed, self.contender, self.num_steps, self.on_cpu = seed, contender, num_steps, on_cpu
         self._folder = tempfile.TemporaryDirectory()
         self.rows_at = Path(self._folder.name) / "run" / "metrics.jsonl"
         command = [sys.executable, *runner, "--run.folder", self._folder.name, "--run.name", "run", *options]
         command += ["--train.seed", str(seed), "--train.steps", str(num_steps)]
         command += ["--evaluation.every-steps", str(max(1, num_steps // NUM_EVALUATIONS))]
         self._said = (Path(self._folder.name) / "said.txt").open("w+", encoding="utf-8")
-        self._intervals: list[tuple[float, float]] = []
-        self._began = time.time()
-        self._before = _machine_time()
+        self._turns: list[Turn] = []
+        self._began, self._before = time.time(), _machine_time()
         self._process = subprocess.Popen(command, stdout=self._said, stderr=self._said, start_new_session=True)
 
     @property
@@ -147,18 +167,16 @@ class Process:
 
     def compute(self, seconds: float) -> None:
         """Lets it compute for so long, or until it has ended."""
-        if self._intervals:  # it is stopped
+        if self._turns:  # it is stopped
             os.killpg(self._process.pid, signal.SIGCONT)
-            self._began = time.time()
+            self._began, self._before = time.time(), _machine_time()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         if self.is_running:
             os.killpg(self._process.pid, signal.SIGSTOP)
-        self._intervals.append((self._began, time.time()))
+        stolen, total = (after - earlier for earlier, after in zip(self._before, _machine_time(), strict=True))
+        self._turns.append(Turn(self._began, time.time(), stolen / max(1, total)))
         _tell_progress(self.contender, self.seed, self.num_steps, self.rows_at)
-
-    def _computed_until(self, moment: float) -> float:
-        return sum(max(0.0, min(end, moment) - begin) for begin, end in self._intervals)
 
     def result(self) -> Run:
         """The run, once it has ended; its clock starts with the end of its first step."""
@@ -168,25 +186,31 @@ class Process:
         rows = [json.loads(line) for line in self.rows_at.read_text(encoding="utf-8").splitlines()]
         self._said.close()
         self._folder.cleanup()
-        seconds, losses = [], []
+        seconds, losses, weights = [], [], [1.0] * len(self._turns)
         if "time" in rows[0]:
-            start, evaluation = self._computed_until(rows[0]["time"]), evaluation_seconds(rows)
+            moments, counted = [row["time"] for row in rows], rows
+            if self.on_cpu:
+                weights = weights_of(self._turns, moments)
+            if any(weight != 1 for weight in weights):
+                counted = [row for row in rows if is_clean(self._turns, row["time"])]
+            evaluation = evaluation_seconds(counted)
+            computed = [computed_until(moment, self._turns, weights) for moment in moments]
             counts = accumulate("val_loss" in row for row in rows)
-            clocks = [
-                self._computed_until(row["time"]) - start - count * evaluation
-                for row, count in zip(rows, counts, strict=True)
-            ]
+            clocks = [clock - computed[0] - n * evaluation for clock, n in zip(computed, counts, strict=True)]
         else:  # torch's rows have the seconds since the one before
             clocks = list(accumulate(row["seconds"] for row in rows))
         for clock, row in zip(clocks, rows, strict=True):
             if "val_loss" in row:
                 seconds.append(clock)
                 losses.append(row["val_loss"])
-        stolen, total = (after - earlier for earlier, after in zip(self._before, _machine_time(), strict=True))
-        run = Run(self.contender, self.seed, self.num_steps, seconds, losses, stolen / max(1, total))
+        lengths = [turn.end - turn.begin for turn in self._turns]
+        stolen = sum(turn.stolen * length for turn, length in zip(self._turns, lengths, strict=True)) / sum(lengths)
+        disturbed = statistics.fmean(weight != 1 for weight in weights)
+        run = Run(self.contender, self.seed, self.num_steps, seconds, losses, stolen, disturbed)
         print(
-            f"{self.contender}, seed {self.seed}: {self.num_steps} steps, {seconds[-1]:.0f} s, loss {losses[-1]:.4f}, "
-            f"{100 * run.stolen:.0f} % of the machine stolen",
+            f"{self.contender}, seed {self.seed}: {self.num_steps} steps, {seconds[-1]:.0f} s of {sum(lengths):.0f} s, "
+            f"loss {losses[-1]:.4f}, {100 * stolen:.0f} % of the machine stolen, "
+            f"{100 * disturbed:.0f} % of the turns count as the others",
             flush=True,
         )
         return run
@@ -194,6 +218,32 @@ class Process:
     def kill(self) -> None:
         if self.is_running:
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def is_clean(turns: list[Turn], moment: float) -> bool:
+    return any(turn.begin <= moment <= turn.end and turn.stolen <= STOLEN for turn in turns)
+
+
+def weights_of(turns: list[Turn], moments: list[float]) -> list[float]:
+    """Returns what a second of each turn counts: 1, or in a disturbed turn as much as its steps take in the others.
+    `moments` are the ends of the steps."""
+    first, last = moments[0], moments[-1]
+    lengths = [max(0.0, min(turn.end, last) - max(turn.begin, first)) for turn in turns]
+    counts = [bisect(moments, turn.end) - bisect(moments, max(turn.begin, first)) for turn in turns]
+    clean = [i for i, turn in enumerate(turns) if turn.stolen <= STOLEN and counts[i]]
+    if len(clean) < FEWEST_TURNS:
+        return [1.0] * len(turns)
+    step = sum(lengths[i] for i in clean) / sum(counts[i] for i in clean)
+    return [
+        1.0 if turn.stolen <= STOLEN or not length else step * n / length
+        for turn, length, n in zip(turns, lengths, counts, strict=True)
+    ]
+
+
+def computed_until(moment: float, turns: list[Turn], weights: list[float]) -> float:
+    return sum(
+        weight * max(0.0, min(turn.end, moment) - turn.begin) for turn, weight in zip(turns, weights, strict=True)
+    )
 
 
 def evaluation_seconds(rows: list[dict[str, Any]]) -> float:
@@ -208,7 +258,7 @@ def train_in_turns(processes: list[Process]) -> list[Run]:
     try:
         while running := [process for process in processes if process.is_running]:
             for process in running:
-                process.compute(TURN_SECONDS if len(running) > 1 else 60.0)
+                process.compute(TURN_SECONDS if process.on_cpu else 60.0)
         return [process.result() for process in processes]
     finally:
         for process in processes:
@@ -216,7 +266,7 @@ def train_in_turns(processes: list[Process]) -> list[Run]:
 
 
 def train(seed: int, contender: str, runner: list[str], options: list[str], num_steps: int) -> Run:
-    (run,) = train_in_turns([Process(seed, contender, runner, options, num_steps)])
+    (run,) = train_in_turns([Process(seed, contender, runner, options, num_steps, on_cpu=False)])
     return run
 
 
@@ -335,7 +385,7 @@ def measure(given: argparse.Namespace) -> list[Run]:
             processes = []
             for name in contenders_left:
                 runner, options, num_steps = turns[name]
-                processes.append(Process(seed, name, runner, [*fixed, *options], num_steps))
+                processes.append(Process(seed, name, runner, [*fixed, *options], num_steps, on_cpu=True))
                 processes[-1].compute(TURN_SECONDS)
             runs += train_in_turns(processes)
             leave_behind(runs, given.output)

@@ -1,0 +1,46 @@
+"""benchmarks/time_to_loss.py: what counts as the time of a run on a machine whose host takes cores away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import time_to_loss
+
+    return time_to_loss
+
+
+def played(script, disturbed: set[int], num_turns: int = 20):
+    """Turns of 5 s, 10 s apart, with steps of 0.1 s, or 0.5 s in the disturbed ones. The first step ends after 2 s."""
+    turns, moments = [], []
+    for i in range(num_turns):
+        begin = 10.0 * i
+        turns.append(script.Turn(begin, begin + 5, 0.3 if i in disturbed else 0.0))
+        step = 0.5 if i in disturbed else 0.1
+        before = 2.0 - step if i == 0 else 0.0
+        moments += [round(begin + before + n * step, 6) for n in range(1, round((5 - before) / step) + 1)]
+    return turns, moments
+
+
+def test_steps_of_disturbed_turns_take_as_long_as_the_others(script):
+    disturbed = {3, 4, 11}
+    turns, moments = played(script, disturbed)
+    weights = script.weights_of(turns, moments)
+    assert [i for i, weight in enumerate(weights) if weight != 1] == sorted(disturbed)
+    first, last = (script.computed_until(moment, turns, weights) for moment in (moments[0], moments[-1]))
+    assert last - first == pytest.approx(0.1 * (len(moments) - 1), rel=1e-6)
+
+
+def test_without_disturbance_or_with_too_few_other_turns_the_time_is_that_of_the_clock(script):
+    for disturbed in (set(), set(range(11))):
+        turns, moments = played(script, disturbed)
+        weights = script.weights_of(turns, moments)
+        assert weights == [1.0] * len(turns)
+        assert script.computed_until(moments[-1], turns, weights) == pytest.approx(5 * len(turns))
