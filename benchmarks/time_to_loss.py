@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -188,12 +189,11 @@ class Process:
         self._folder.cleanup()
         seconds, losses, weights = [], [], [1.0] * len(self._turns)
         if "time" in rows[0]:
-            moments, counted = [row["time"] for row in rows], rows
-            if self.on_cpu:
-                weights = weights_of(self._turns, moments)
-            if any(weight != 1 for weight in weights):
-                counted = [row for row in rows if is_clean(self._turns, row["time"])]
-            evaluation = evaluation_seconds(counted)
+            moments = [row["time"] for row in rows]
+            if self.on_cpu:  # the run may have been stopped in the middle of an evaluation
+                weights, evaluation = weights_of(self._turns, moments), evaluation_seconds(rows, statistics.median)
+            else:  # the first one compiles
+                evaluation = evaluation_seconds(rows, statistics.fmean)
             computed = [computed_until(moment, self._turns, weights) for moment in moments]
             counts = accumulate("val_loss" in row for row in rows)
             clocks = [clock - computed[0] - n * evaluation for clock, n in zip(computed, counts, strict=True)]
@@ -220,10 +220,6 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def is_clean(turns: list[Turn], moment: float) -> bool:
-    return any(turn.begin <= moment <= turn.end and turn.stolen <= STOLEN for turn in turns)
-
-
 def weights_of(turns: list[Turn], moments: list[float]) -> list[float]:
     """Returns what a second of each turn counts: 1, or in a disturbed turn as much as its steps take in the others.
     `moments` are the ends of the steps."""
@@ -246,12 +242,16 @@ def computed_until(moment: float, turns: list[Turn], weights: list[float]) -> fl
     )
 
 
-def evaluation_seconds(rows: list[dict[str, Any]]) -> float:
-    """What an evaluation computes on its slowest stage, on average. The last one is after all rows that say so."""
-    stages = [row["stage_seconds"] for row in rows if "stage_seconds" in row]
-    sums = [sum(stage["evaluation"] for stage in column) for column in zip(*stages, strict=True)]
-    num_evaluations = sum("val_loss" in row for row in rows) - ("val_loss" in rows[-1])
-    return max(sums) / max(1, num_evaluations)
+def evaluation_seconds(rows: list[dict[str, Any]], average: Callable[[Iterable[float]], float]) -> float:
+    """What an evaluation computes on its slowest stage. A stage's seconds are in one of the rows around the evaluation.
+    Those of the last one come after all rows."""
+    ends = [index for index, row in enumerate(rows) if "val_loss" in row]
+    middles = [(before + after) // 2 for before, after in pairwise([-1, *ends])]
+    sums = []
+    for start, end in pairwise(middles):
+        splits = [row["stage_seconds"] for row in rows[start:end] if "stage_seconds" in row]
+        sums.append([sum(stage["evaluation"] for stage in column) for column in zip(*splits, strict=True)])
+    return max((average(column) for column in zip(*sums, strict=True)), default=0.0)
 
 
 def train_in_turns(processes: list[Process]) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,16 @@ def test_without_disturbance_or_with_too_few_other_turns_the_time_is_that_of_the
         weights = script.weights_of(turns, moments)
         assert weights == [1.0] * len(turns)
         assert script.computed_until(moments[-1], turns, weights) == pytest.approx(5 * len(turns))
+
+
+def test_a_stop_in_the_middle_of_an_evaluation_is_no_part_of_it(script):
+    rows = []
+    for step in range(1, 61):
+        after = step % 10 == 1 and step > 1
+        seconds = [0.0, (5.4 if step == 21 else 0.4) if after else 0.0]
+        if step % 10 == 0 and step < 60:  # the last one comes after all rows
+            seconds = [0.5, 0.2]
+        rows.append({"step": step, "stage_seconds": [{"evaluation": each} for each in seconds]})
+        if step % 10 == 0:
+            rows.append({"step": step, "val_loss": 1.0})
+    assert script.evaluation_seconds(rows, statistics.median) == pytest.approx(0.6)
