@@ -10,8 +10,10 @@ The rules:
 - The contenders differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets more of
   them (MORE_STEPS), because it may need more tokens to the same loss, and only time counts. Weights, data, rate and
   everything else are the same; the rate is a round number near the synchronous run's best.
-- "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and torch's ZBVZeroBubble, the fastest of torch's in
-  benchmarks/gpu_pipeline_h200_2026-11-17, runs beside it (benchmarks/torch_training.py).
+- "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and two more of torch's run beside it
+  (benchmarks/torch_training.py): ZBVZeroBubble, torch's fastest in benchmarks/gpu_pipeline_h200_2026-11-17, and
+  Interleaved1F1B. Layers are compiled, but not for ZBVZeroBubble: it computes the gradients of inputs and of weights one
+  after the other, which torch cannot do with compiled layers (pytorch/pytorch#161904).
 - On CPUs the contenders of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP),
   and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. Where the
   machine is a guest, its host may give the cores to others for a while, which hits a full pipeline harder than one with
@@ -48,8 +50,8 @@ from typing import Any
 from slipstream.errors import RunFailure
 from slipstream.tools.bench.slices import sliced
 
-SYNCHRONOUS, ZERO_BUBBLE, DELAYED = "1F1B", "torch ZBVZeroBubble", "2BW + EF"
-COLOURS = {SYNCHRONOUS: "#6b7280", ZERO_BUBBLE: "#3a84c4", DELAYED: "#e8952c"}
+SYNCHRONOUS, INTERLEAVED, ZERO_BUBBLE, DELAYED = "1F1B", "torch Interleaved1F1B", "torch ZBVZeroBubble", "2BW + EF"
+COLOURS = {SYNCHRONOUS: "#6b7280", INTERLEAVED: "#53966a", ZERO_BUBBLE: "#3a84c4", DELAYED: "#e8952c"}
 MORE_STEPS = {"cpu": 1.15, "cuda": 1.1}
 """Steps of a delayed run, as a multiple. On CPUs with 1.1, one seed of three ended 0.0002 above 1F1B's final loss."""
 NUM_EVALUATIONS = 25
@@ -97,6 +99,7 @@ SETTINGS = {
 }
 DELAYED_OPTIONS = ["--pipeline.schedule", "two_bw", "--optimizer.error-feedback", "1"]
 SYNCHRONOUS_OPTIONS = ["--pipeline.schedule", "one_f_one_b", "--optimizer.error-feedback", "0"]
+COMPILED = "--train.compile"
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,14 @@ def contenders(device: str, num_steps: int) -> dict[str, tuple[list[str], list[s
     """By name: what runs it, its options, and its steps."""
     own = ["-m", "slipstream", "train"]
     torchs = str(Path(__file__).with_name("torch_training.py"))
-    delayed = (own, DELAYED_OPTIONS, round(MORE_STEPS[device] * num_steps))
+    more = round(MORE_STEPS[device] * num_steps)
     if device == "cpu":
-        return {SYNCHRONOUS: (own, SYNCHRONOUS_OPTIONS, num_steps), DELAYED: delayed}
+        return {SYNCHRONOUS: (own, SYNCHRONOUS_OPTIONS, num_steps), DELAYED: (own, DELAYED_OPTIONS, more)}
     return {
-        SYNCHRONOUS: ([torchs, "Schedule1F1B"], SYNCHRONOUS_OPTIONS, num_steps),
+        SYNCHRONOUS: ([torchs, "Schedule1F1B"], [*SYNCHRONOUS_OPTIONS, COMPILED], num_steps),
+        INTERLEAVED: ([torchs, "ScheduleInterleaved1F1B"], [*SYNCHRONOUS_OPTIONS, COMPILED], num_steps),
         ZERO_BUBBLE: ([torchs, "ScheduleZBVZeroBubble"], SYNCHRONOUS_OPTIONS, num_steps),
-        DELAYED: delayed,
+        DELAYED: (own, [*DELAYED_OPTIONS, COMPILED], more),
     }
 
 
@@ -142,7 +146,7 @@ def settings(device: str, data: str | None) -> list[str]:
     words += ["--train.no-track-alignment", "--checkpoint.every-steps", "0"]
     if data is not None:
         words += ["--data.sources", f"{data}.train.*.bin", "--data.validation-sources", f"{data}.validation.*.bin"]
-    return words + (["--pipeline.share-gpu", "--train.compile"] if device == "cuda" else [])
+    return words + (["--pipeline.share-gpu"] if device == "cuda" else [])
 
 
 class Process:
