@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"model__tied_embeddings": True},
     "without error feedback or clipping": {"optimizer__error_feedback": 0.0, "optimizer__clip_norm": 0.0},
     "synchronous start": {"pipeline__sync_start_steps": 5},
+    "samples of text": {"evaluation__prompts": ("def main(", "import"), "evaluation__sample_tokens": 8},
     "two replicas of two stages": {"pipeline__stages": 2, "pipeline__replicas": 2},
     "two replicas, ZeRO-1, tied": {
         "pipeline__stages": 2,
