@@ -12,8 +12,8 @@ The rules:
   everything else are the same; the rate is a round number near the synchronous run's best.
 - "1F1B" is slipstream's on CPUs. On a GPU it is torch's own, and two more of torch's run beside it
   (benchmarks/torch_training.py): ZBVZeroBubble, torch's fastest in benchmarks/gpu_pipeline_h200_2026-11-17, and
-  Interleaved1F1B. Layers are compiled, but not for ZBVZeroBubble: it computes the gradients of inputs and of weights one
-  after the other, which torch cannot do with compiled layers (pytorch/pytorch#161904).
+  Interleaved1F1B. Layers are compiled, but not for ZBVZeroBubble: it computes the gradients of inputs and of weights
+  one after the other, which torch cannot do with compiled layers (pytorch/pytorch#161904).
 - On CPUs the contenders of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP),
   and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. Where the
   machine is a guest, its host may give the cores to others for a while, which hits a full pipeline harder than one with

@@ -41,9 +41,15 @@ DEEP = [*SHAPE.format(64, 10, 256).split(), "--model.sequence-length", "8"]
 
 
 @pytest.fixture(autouse=True)
-def few_sizes(monkeypatch):
-    """Three sizes of microbatches, because each is played."""
+def few_cases(monkeypatch):
+    """Three sizes of microbatches and two schedules, because each is played."""
     monkeypatch.setattr(search, "MAX_SIZES", 3)
+    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b", "two_bw"))
+
+
+@pytest.fixture
+def all_schedules(monkeypatch, few_cases):
+    monkeypatch.setattr(command, "SCHEDULES", SCHEDULES)
 
 
 def plan(capsys, *words: str) -> str:
@@ -72,8 +78,7 @@ def recommended(said: str) -> str:
     return row
 
 
-def test_replicas_share_an_update_that_would_take_each_of_them_long(capsys, monkeypatch):
-    monkeypatch.setattr(command, "SCHEDULES", ("one_f_one_b", "two_bw"))
+def test_replicas_share_an_update_that_would_take_each_of_them_long(capsys):
     said = plan(capsys, "--devices", "8", "--model.preset", "1b")
     assert "Pipeline parallelism is the wrong tool here: the model fits" in said
     assert "They share the update" in said
@@ -122,7 +127,7 @@ def test_the_price_of_a_delay_is_the_measured_one(name, lam, schedule, delay, pr
     assert token_price(OptimizerSection(name=name, error_feedback=lam), schedule, delay) == pytest.approx(price)
 
 
-def test_a_plan_is_whole_in_80_columns(capsys, monkeypatch):
+def test_a_plan_is_whole_in_80_columns(capsys, monkeypatch, all_schedules):
     monkeypatch.setattr(command, "wide_console", lambda: Console(width=80))
     said = plan(capsys, "--devices", "4", "--memory", "0.0075", "--batch-tokens", "4096", *DEEP)
     rows = said.partition("schedule ")[2].partition("P x R:")[0].splitlines()
@@ -132,12 +137,13 @@ def test_a_plan_is_whole_in_80_columns(capsys, monkeypatch):
     assert sum("<- best" in row for row in rows) == 1 and any("too big" in row for row in rows)
 
 
-def test_why_a_schedule_cannot_be_is_said_below_the_table(capsys):
+def test_why_a_schedule_cannot_be_is_said_below_the_table(capsys, monkeypatch):
+    monkeypatch.setattr(command, "SCHEDULES", ("two_bw", "paci"))
     said = plan(capsys, "--devices", "2", "--batch-tokens", "4096", "--model.tied-embeddings", "True", *SMALL)
     assert "paci cannot: its stages step at different times" in said
 
 
-def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path):
+def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path, all_schedules):
     """Where the link is all that counts, many messages in flight do not help."""
     path, tokens = tmp_path / "plan.json", 4096
     plan(
@@ -159,7 +165,9 @@ def test_no_schedule_sends_faster_than_a_link_can(capsys, tmp_path):
             assert row["tokens_per_second"] <= tokens / (bytes_sent / (1e9 / 8)) * (1 + 1e-9)
 
 
-def test_a_model_too_large_for_one_device_gets_a_pipeline_and_a_command_that_the_trainer_takes(capsys, tmp_path):
+def test_a_model_too_large_for_one_device_gets_a_pipeline_and_a_command_that_the_trainer_takes(
+    capsys, tmp_path, all_schedules
+):
     path, figure = tmp_path / "plan.json", tmp_path / "plan.svg"
     words = ["--memory", "0.0055", "--devices", "4", "--json", str(path), "--figure", str(figure), *DEEP]
     said = plan(capsys, *words, "--batch-tokens", "64", "--optimizer.error-feedback", "0.5")

@@ -1,6 +1,7 @@
 """The command line as a stranger uses it: what it says, what it refuses, and how it ends when a stage does."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import forks
 from settings import as_arguments, changed
 
 from slipstream import cli
@@ -332,30 +334,51 @@ TIMEOUT_SECONDS = 120.0
 """Of stages that wait for each other. What ends a run ends it well before."""
 
 
+class Training:
+    """`slipstream train` in a process of its own that has torch loaded already."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self._out, self._err = folder / "out.txt", folder / "err.txt"
+        self._process = multiprocessing.get_context("fork").Process(target=self._train, args=(arguments, folder))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def _train(self, arguments: list[str], folder: Path) -> None:
+        sys.stdout, sys.stderr = self._out.open("w"), self._err.open("w")
+        for number, file in enumerate((sys.stdout, sys.stderr), 1):
+            os.dup2(file.fileno(), number)
+        sys.path.insert(0, str(folder))
+        sys.argv = ["slipstream", "train", *arguments]
+        cli.main()
+
+    def wait_for(self, text: str, error: bool = False) -> None:
+        path, deadline = self._err if error else self._out, time.monotonic() + TIMEOUT_SECONDS / 2
+        while not (path.exists() and text in path.read_text()):
+            assert self._process.is_alive() and time.monotonic() < deadline, self._err.read_text()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int | None, str]:
+        """Returns the exit code and the errors, once it has ended by itself."""
+        self._process.join(TIMEOUT_SECONDS / 2)
+        return self._process.exitcode, self._err.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
 @contextmanager
-def running(tiny: Config, *extra: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+def running(tiny: Config, *extra: str) -> Iterator[Training]:
     """A run of three stages that would go on for ever, once it is well under way."""
     tiny = changed(tiny, train__steps=10**6, pipeline__transport="process", pipeline__stages=3, evaluation__batches=0)
     tiny = changed(tiny, pipeline__timeout_seconds=TIMEOUT_SECONDS)
-    command = [sys.executable, "-m", "slipstream", "train", *as_arguments(tiny), *extra]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-        # Whoever runs the tests in the background may have told them to ignore interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
+    training = Training([*as_arguments(tiny), *extra], Path(tiny.run.folder).parent)
     try:
-        for line in process.stdout:
-            if line.startswith("step 10/"):
-                break
-        yield process
+        training.wait_for("\nstep 10/")
+        yield training
     finally:
-        process.kill()
-        process.communicate()
+        training.kill()
 
 
 def children(pid: int) -> list[int]:
@@ -378,27 +401,28 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def ending(process: subprocess.Popen[str], stages: list[int]) -> tuple[int, str]:
+def ending(training: Training, stages: list[int]) -> tuple[int | None, str]:
     """Exit code and the one line, of a run that ends long before a time-out would end it, and leaves nobody behind."""
-    _, said = process.communicate(timeout=TIMEOUT_SECONDS / 2)
+    code, said = training.end()
     assert said.startswith("slipstream: ") and said.count("\n") == 1, said
     deadline = time.monotonic() + 30
     while any(map(is_running, stages)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, stages))
-    return process.returncode, said
+    return code, said
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
 @linux
+@forks
 def test_a_killed_stage_ends_the_run_with_one_message_that_names_it(tiny):
-    with running(tiny) as process:
-        stages = children(process.pid)
+    with running(tiny) as training:
+        stages = children(training.pid)
         assert len(stages) == 3
         os.kill(stages[1], signal.SIGKILL)
-        code, said = ending(process, stages)
+        code, said = ending(training, stages)
     assert code == 1
     assert said.startswith("slipstream: stage 1 was killed by SIGKILL; ")
     assert re.search(r" is gone: stage [02] was waiting for (the|its) \w+", said)
@@ -419,11 +443,11 @@ class Faulty(torch.optim.SGD):
 
 
 @linux
+@forks
 def test_a_stage_that_raises_ends_the_run_with_one_message_and_its_traceback_in_a_file(tiny, tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
-    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    with running(tiny, "--optimizer.name", "faulty.Faulty", environment=environment) as process:
-        code, said = ending(process, children(process.pid))
+    with running(tiny, "--optimizer.name", "faulty.Faulty") as training:
+        code, said = ending(training, children(training.pid))
     assert code == 1
     assert re.search(
         r"stage 1 failed at 1U79@v20 with RuntimeError: a fault in two lines, at faulty.py:10 in step \(traceback", said
@@ -433,33 +457,35 @@ def test_a_stage_that_raises_ends_the_run_with_one_message_and_its_traceback_in_
 
 
 @linux
+@forks
 @pytest.mark.parametrize("transport", ["process", "thread"])
 def test_an_interrupt_saves_and_ends(tiny, transport):
-    with running(tiny, "--pipeline.transport", transport) as process:
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=TIMEOUT_SECONDS / 2)
-        assert (process.returncode, said) == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")
+    with running(tiny, "--pipeline.transport", transport) as training:
+        os.kill(training.pid, signal.SIGINT)
+        assert training.end() == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")
     assert list(Path(tiny.run.folder, tiny.run.name, "checkpoints").glob("step-*/manifest.json"))
 
 
 @linux
+@forks
 def test_a_second_interrupt_ends_all_stages_at_once(tiny):
-    with running(tiny) as process:
-        stages = children(process.pid)
+    with running(tiny) as training:
+        stages = children(training.pid)
         assert len(stages) == 3
         os.kill(stages[1], signal.SIGSTOP)  # so that nothing can be saved
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None and process.stderr.readline() == f"{INTERRUPTED}\n"
-        process.send_signal(signal.SIGINT)
-        assert ending(process, stages) == (130, "slipstream: interrupted\n")
+        os.kill(training.pid, signal.SIGINT)
+        training.wait_for(f"{INTERRUPTED}\n", error=True)
+        os.kill(training.pid, signal.SIGINT)
+        assert training.end() == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")
+        assert not any(map(is_running, stages))
 
 
 @linux
+@forks
 def test_a_request_to_end_is_obeyed_when_the_run_is_saved(tiny):
-    with running(tiny) as process:
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=TIMEOUT_SECONDS / 2)
-        assert (process.returncode, said) == (0, "")
+    with running(tiny) as training:
+        os.kill(training.pid, signal.SIGTERM)
+        assert training.end() == (0, "")
     assert list(Path(tiny.run.folder, tiny.run.name, "checkpoints").glob("step-*/manifest.json"))
 
 

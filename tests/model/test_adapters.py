@@ -70,11 +70,18 @@ def groups_of(optimizer: str, clip_norm: float | None) -> list[Group]:
     return [Group("all", partial(AdamW, lr=0.01), **shared)]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("kind", ["decoder", "hf"])
-def test_two_bw_with_lora_follows_the_oracle(kind, stages, optimizer, tmp_path):
-    tied = (kind == "hf") ^ (stages == 3) ^ (optimizer == "adamw")  # so every pair of the four properties occurs
+@pytest.mark.parametrize(
+    ("kind", "stages", "optimizer", "tied"),  # every pair of properties occurs
+    [
+        ("decoder", 2, "muon", True),
+        ("decoder", 3, "adamw", False),
+        ("decoder", 3, "muon", True),
+        ("hf", 2, "adamw", True),
+        ("hf", 2, "muon", False),
+        ("hf", 3, "muon", True),
+    ],
+)
+def test_two_bw_with_lora_follows_the_oracle(kind, stages, optimizer, tied, tmp_path):
     base = decoder(tied) if kind == "decoder" else hugging_face(tmp_path, tied)
     task = task_of(PartlyTrained(base, Lora(rank=3, alpha=6.0)))
     # Models of transformers compute their norms in float32, where a last bit of the sum for clipping would show.

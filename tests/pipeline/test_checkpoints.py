@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
+import socket
 import sys
-import time
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import Task, load_example, network
+from harness import TIMEOUT_SECONDS, Task, forks, load_example, network
 from torch import Tensor, nn
 
 from slipstream import Checkpoints, Evaluation, EvaluationReport, Metrics, Pipeline, StepReport, launch, load_weights
@@ -41,21 +43,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_the_example_resumes_in_the_same_bits_in_any_number_of_stages(whole, num_stages, tmp_path):
+def interrupt(folder: Path) -> None:
+    """Leaves a run of the example behind that ended in the middle, after its checkpoint of step 100."""
     example = load_example("own_loop")
     data = example.data
 
-    def interrupted(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    def until_110(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         if step == 110:
             raise RuntimeError("the plug was pulled")
         return data(step, microbatch)
 
-    example.data = interrupted
+    example.data = until_110
     with pytest.raises(StageFailure, match="the plug was pulled"):
-        example.main(tmp_path, num_steps=NUM_STEPS, threads=True)
-    assert max(row["step"] for row in rows_of(tmp_path)) >= 100
-    example.data = data
+        example.main(folder, num_steps=NUM_STEPS, threads=True)
+    assert max(row["step"] for row in rows_of(folder)) >= 100
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_the_example_resumes_in_the_same_bits_in_any_number_of_stages(whole, num_stages, tmp_path):
+    interrupt(tmp_path)
+    example = load_example("own_loop")
     example.main(tmp_path, num_stages, NUM_STEPS, threads=True)
     assert same_bits(load_weights(tmp_path), load_weights(whole))
     losses = [[row.get("loss", row.get("val_loss")) for row in rows_of(folder)] for folder in (tmp_path, whole)]
@@ -63,22 +70,29 @@ def test_the_example_resumes_in_the_same_bits_in_any_number_of_stages(whole, num
     assert example.accuracy(tmp_path) > 0.9
 
 
-def test_the_example_resumes_in_the_same_bits_under_torchrun(whole, tmp_path):
-    def start(num_stages: int, *torchrun: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, *torchrun]
-        given = [str(EXAMPLE), "--folder", str(tmp_path), f"--stages={num_stages}", f"--steps={NUM_STEPS}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([*command, *given], env=environment, stdout=subprocess.PIPE)
+@forks
+def test_the_example_resumes_in_the_same_bits_where_a_launcher_starts_its_processes(whole, tmp_path, monkeypatch):
+    """As torchrun and srun do, and without the time that three interpreters take to start."""
+    interrupt(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["own_loop.py", f"--folder={tmp_path}", "--stages=3", f"--steps={NUM_STEPS}"])
 
-    process = start(2)  # which starts its own stages, faster than torchrun
-    while not (tmp_path / "checkpoints" / "step-00000050").exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=60)
-    assert process.returncode != 0 and Store(tmp_path / "checkpoints").steps()[-1] < NUM_STEPS
-    process = start(3, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and said.count(b"accuracy") == 1
+    def start(rank: int) -> None:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        with (tmp_path / f"said{rank}").open("w") as said, redirect_stdout(said):
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+    ranks = [multiprocessing.get_context("fork").Process(target=start, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [0, 0, 0]
+    assert sum("accuracy" in (tmp_path / f"said{rank}").read_text() for rank in range(3)) == 1
     assert same_bits(load_weights(tmp_path), load_weights(whole))
 
 

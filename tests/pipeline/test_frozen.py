@@ -34,7 +34,7 @@ from slipstream.transport.base import Transport
 from slipstream.transport.thread import QueueLink
 
 TOLERANCE = 1e-12
-NUM_STEPS = 10
+NUM_STEPS = 7
 TABLES = "embedding|head.output"
 
 

@@ -31,7 +31,7 @@ from slipstream.tools.plan.live import LiveBytes
 from slipstream.transport.base import Transport
 
 ALL_BLOCKS = ("block0", "block1", "block2")
-NUM_STEPS = 7
+NUM_STEPS = 5
 
 
 def groups_of(lam: float) -> list[Group]:
@@ -76,7 +76,7 @@ def test_recomputed_blocks_change_no_bit(schedule, stages, options):
         "schedule": schedule,
         "num_microbatches": 4,
         "num_steps": NUM_STEPS,
-        "evaluation": Evaluation(lambda microbatch: held_out, 1, 3),
+        "evaluation": Evaluation(lambda microbatch: held_out, 1, 2),
         **options,
     }
     plain = run_pipeline(task, stages, groups, **shared)
@@ -151,9 +151,9 @@ def test_what_is_drawn_at_random_is_drawn_again():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its compiler
 def test_a_compiled_model_is_the_same():
-    task = language_model(tied=False)
+    task = language_model(tied=False, num_layers=1)
     inputs, targets = task.data(0, 0)
-    model = Recomputing(OrderedDict(task.model.named_children()), ALL_BLOCKS)
+    model = Recomputing(OrderedDict(task.model.named_children()), ["block0"])
     task.loss(task.model(inputs), targets).backward()
     expected = {name: parameter.grad for name, parameter in task.model.named_parameters()}
     model.zero_grad()

@@ -29,7 +29,7 @@ from slipstream.schedule import Schedule
 from slipstream.transport.mesh import Mesh
 from slipstream.transport.process import ProcessTransport
 
-NUM_STEPS = 12
+NUM_STEPS = 9
 
 
 def groups(lam: float = 1.0) -> list[Group]:

@@ -184,7 +184,7 @@ def test_names_that_do_not_fit_are_listed():
 ], ids=str)  # fmt: skip
 def test_a_stop_that_one_process_asks_for_ends_all_after_the_same_update(stages, replicas, options):
     """And the run that goes on from there ends where it would have."""
-    task = language_model(tied=False)
+    task = network()
     num_steps = 18
 
     def stop(transport: Transport) -> Callable[[], Requests]:

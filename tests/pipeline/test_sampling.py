@@ -40,23 +40,22 @@ def drawn_by_the_whole_model(model: torch.nn.Sequential, weights: dict[str, Tens
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "others"),
+    ("num_stages", "tied", "others"),
     [
-        (1, {}),
-        (2, {}),
-        (4, {}),
-        (3, {"threads": False}),
-        (3, {"threads": False, "shared_memory": False}),
-        (2, {"num_replicas": 2}),
-        (2, {"num_replicas": 2, "threads": False, "shard_optimizer": True}),
-        (3, {"schedule": "one_f_one_b"}),
-        (3, {"schedule": "gpipe"}),
-        (3, {"depth": "double", "num_microbatches": 6, "sync_start_steps": 2}),
+        (1, True, {}),
+        (2, False, {}),
+        (4, True, {}),
+        (3, False, {"threads": False}),
+        (3, True, {"threads": False, "shared_memory": False}),
+        (2, False, {"num_replicas": 2}),
+        (2, True, {"num_replicas": 2, "threads": False, "shard_optimizer": True}),
+        (3, True, {"schedule": "one_f_one_b"}),
+        (3, False, {"schedule": "gpipe"}),
+        (3, True, {"depth": "double", "num_microbatches": 6, "sync_start_steps": 2}),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
 def test_the_samples_are_those_of_the_whole_model_and_the_weights_those_without(
-    num_stages: int, others: dict[str, Any], tied: bool
+    num_stages: int, tied: bool, others: dict[str, Any]
 ) -> None:
     task, sgd = language_model(tied), partial(torch.optim.SGD, lr=2.0)
     with_samples = run_ranks(task, num_stages, sgd, **options(SAMPLES, **others))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,11 +44,21 @@ def base(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
     return changed(tiny, train__steps=12, evaluation__every_steps=5, checkpoint__keep_last=20)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `whole` is kept once it is trained."""
+    return tmp_path_factory.mktemp("trained") / "whole"
+
+
 @pytest.fixture
-def whole(base: Config) -> Config:
+def whole(base: Config, trained: Path) -> Config:
     """A run with a checkpoint after every third step."""
     config = changed(base, run__name="whole", checkpoint__every_steps=3)
-    train(config)
+    if trained.exists():
+        shutil.copytree(trained, folder_of(config))
+    else:
+        train(config)
+        shutil.copytree(folder_of(config), trained)
     return config
 
 
