@@ -98,6 +98,13 @@ def fixed_rate() -> dict[str, Any]:
     return {"optimizer__schedule": "constant"}
 
 
+def wait_for_others(folder: Path) -> None:
+    """The last stage still draws a figure when the first one is done."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("left-*"))) < NUM_PROCESSES and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}; by default all")
@@ -120,9 +127,11 @@ def main() -> None:
             difference = largest_difference(folder / config.run.name, torch.device(given.device))
             worst = max(worst, difference)
             print(f"{name:40} {difference:.1e}   {seconds:.1f} s", flush=True)
+    (folder / f"left-{os.environ['RANK']}").touch()
     if is_first:
         print(f"{'all':40} {worst:.1e}   {'within' if worst <= LIMIT else 'ABOVE'} {LIMIT:g}", flush=True)
         if given.folder is None:
+            wait_for_others(folder)
             shutil.rmtree(folder)
     sys.exit(0 if worst <= LIMIT else 1)
 
