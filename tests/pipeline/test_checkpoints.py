@@ -43,8 +43,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def interrupt(folder: Path) -> None:
-    """Leaves a run of the example behind that ended in the middle, after its checkpoint of step 100."""
+def interrupt(folder: Path) -> list[dict[str, Any]]:
+    """Leaves a run of the example behind that ended in the middle, after its checkpoint of step 100. Returns its rows
+    before that: whoever resumes it leaves them as they are, with their times."""
     example = load_example("own_loop")
     data = example.data
 
@@ -57,13 +58,15 @@ def interrupt(folder: Path) -> None:
     with pytest.raises(StageFailure, match="the plug was pulled"):
         example.main(folder, num_steps=NUM_STEPS, threads=True)
     assert max(row["step"] for row in rows_of(folder)) >= 100
+    return [row for row in rows_of(folder) if row["step"] < 100]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_the_example_resumes_in_the_same_bits_in_any_number_of_stages(whole, num_stages, tmp_path):
-    interrupt(tmp_path)
+    before = interrupt(tmp_path)
     example = load_example("own_loop")
     example.main(tmp_path, num_stages, NUM_STEPS, threads=True)
+    assert rows_of(tmp_path)[: len(before)] == before
     assert same_bits(load_weights(tmp_path), load_weights(whole))
     losses = [[row.get("loss", row.get("val_loss")) for row in rows_of(folder)] for folder in (tmp_path, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == NUM_STEPS + 3
@@ -73,7 +76,7 @@ def test_the_example_resumes_in_the_same_bits_in_any_number_of_stages(whole, num
 @forks
 def test_the_example_resumes_in_the_same_bits_where_a_launcher_starts_its_processes(whole, tmp_path, monkeypatch):
     """As torchrun and srun do, and without the time that three interpreters take to start."""
-    interrupt(tmp_path)
+    before = interrupt(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -91,7 +94,10 @@ def test_the_example_resumes_in_the_same_bits_where_a_launcher_starts_its_proces
         rank.start()
     for rank in ranks:
         rank.join(TIMEOUT_SECONDS)
+        rank.kill()  # if it has not ended by itself
+        rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0, 0]
+    assert rows_of(tmp_path)[: len(before)] == before
     assert sum("accuracy" in (tmp_path / f"said{rank}").read_text() for rank in range(3)) == 1
     assert same_bits(load_weights(tmp_path), load_weights(whole))
 
