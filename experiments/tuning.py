@@ -50,6 +50,8 @@ RATES = (2**-1, 2**-0.5, 1.0, 2**0.5, 2.0)
 BATCHES = (0.5, 1.0, 2.0)
 SEEDS = (0, 1)
 MOST_ROUNDS = 8
+CLOSE = 0.01
+"""Share by which a loss may exceed the lowest one to count for the best rate. Seeds differ by 0.001 to 0.002."""
 LENGTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 Setting = tuple[float, int]
 """Rate, and sequences in a step."""
@@ -76,7 +78,9 @@ class Sweep:
 
     def cell(self, rate: float, sequences: int, is_late: bool, seed: int) -> Cell:
         made = replace(self.proxy, batch=sequences).cell(rate, sequences, is_late)
-        held_out = held_out_sequences(self.proxy.config, self.length)
+        # All batches that may be tried divide this number, so that all are evaluated on the same text.
+        most = 4 * self.sequences
+        held_out = math.ceil(held_out_sequences(self.proxy.config, self.length) / most) * most
         config = replace(
             made.config,
             train=replace(made.config.train, microbatch_size=sequences, seed=seed),
@@ -122,18 +126,18 @@ class Sweep:
             if best in (min(at), max(at)):
                 factor = 2.0 if best == max(at) else 0.5
                 wanted.append((best * factor, sequences, self.is_late, SEEDS[0]))
-        bottoms = {sequences: bottom(at)[1] for sequences, at in found.items()}
+        bottoms = {sequences: bottom(at, CLOSE)[1] for sequences, at in found.items()}
         best_batch = min(bottoms, key=bottoms.__getitem__)
         if not wanted and best_batch in (min(bottoms), max(bottoms)) and best_batch > 1:
             factor = 2.0 if best_batch == max(bottoms) else 0.5
-            rate = bottom(found[best_batch])[0] * math.sqrt(factor)
+            rate = bottom(found[best_batch], CLOSE)[0] * math.sqrt(factor)
             wanted += [(rate * f, round(best_batch * factor), self.is_late, SEEDS[0]) for f in RATES[::2]]
         return wanted
 
 
 def compare(sweep: Sweep) -> str:
     said, found = sweep.prediction, sweep.losses()
-    bottoms = {sequences: bottom(at) for sequences, at in found.items()}
+    bottoms = {sequences: bottom(at, CLOSE) for sequences, at in found.items()}
     best_batch = bottom({float(sequences): loss for sequences, (_, loss) in bottoms.items()})[0]
     lowest, best_rate, at_sequences = min(
         (loss, rate, sequences) for sequences, at in found.items() for rate, loss in at.items()

@@ -13,6 +13,9 @@ determine stays plausible. Bands come from repeated fits to the fitted losses pl
 were: half of the variance for a whole trunk, because its branches share a fate, and half for every branch. The centres
 of the priors are drawn anew too, so a band is as wide as the prior where the proxies say nothing. Resampling whole
 trunks would too often leave out one of the few synchronous ones.
+
+A law may bend beyond the proxies. So the law of the smaller ones is also tested on the largest one (`Backtest`), and the
+band of the loss is widened by the error that this shows.
 """
 
 from __future__ import annotations
@@ -39,8 +42,10 @@ the optimum only."""
 POOR = 0.01
 """Relative spread of the proxies' losses around the law from which its predictions deserve a warning."""
 
-NEAR = 0.15
-"""Exponent of the compute of a branch in its weight. A hundredth of the compute counts half: laws bend at the start."""
+NEAR = 0.5
+"""Exponent of the compute of a branch in its weight. A hundredth of the compute counts a tenth: laws bend at the start."""
+IRREDUCIBLE = 0.4
+"""E in nats per byte of text. Chinchilla's is 1.69 nats per token of about 4 bytes (arXiv:2203.15556)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,11 @@ class Prior:
 
 
 def priors(
-    ends: Sequence[End], is_spectral: bool, guess: Callable[[float, float], tuple[float, float]], gap: GapLaw
+    ends: Sequence[End],
+    is_spectral: bool,
+    guess: Callable[[float, float], tuple[float, float]],
+    gap: GapLaw,
+    bytes_per_token: float,
 ) -> list[Prior]:
     """Returns the priors of all parameters.
 
@@ -83,11 +92,11 @@ def priors(
     if not is_spectral:
         rate_by_size = Prior("r_n", -0.5, 0.3, "Step Law -0.71, DeepSeek -0.25")
     return [
-        Prior("ln_E", math.log(0.6 * best), 0.4, "between a third and nine tenths of the best loss"),
+        Prior("ln_E", math.log(IRREDUCIBLE * bytes_per_token), 0.4, "Chinchilla 0.4 nats per byte, arXiv:2203.15556"),
         Prior("ln_A", math.log(0.2 * best), 1.5, "hardly any"),
-        Prior("alpha", 0.34, 0.15, "Chinchilla 0.34, arXiv:2203.15556"),
+        Prior("alpha", 0.2, 0.15, "Kaplan 0.08, arXiv:2001.08361, to Chinchilla 0.34"),
         Prior("ln_C", math.log(0.2 * best), 1.5, "hardly any"),
-        Prior("beta", 0.3, 0.15, "Chinchilla 0.28, refitted 0.37, arXiv:2404.10102"),
+        Prior("beta", 0.2, 0.15, "Kaplan 0.10 to Chinchilla 0.28, refitted 0.37, arXiv:2404.10102"),
         Prior("ln_k", math.log(0.018 * best), 0.7, "our sweep of Muon and AdamW at 25M parameters"),
         Prior("r", at_batch, 1.0, "level 0"),
         rate_by_size,
@@ -123,6 +132,22 @@ class Centre:
 
 
 @dataclass(frozen=True)
+class Backtest:
+    """What a law of the smaller proxies says about the largest one."""
+
+    error: float
+    """Relative error of the losses, root mean square."""
+    compute: float
+    """Parameters times tokens of the largest proxy."""
+    ratio: float
+    """The same, divided by that of the next smaller one."""
+
+    def error_at(self, compute: float) -> float:
+        """Returns the relative error to expect of the law of all proxies: as much for every such ratio."""
+        return self.error * max(0.0, math.log(compute / self.compute) / math.log(self.ratio))
+
+
+@dataclass(frozen=True)
 class Fit:
     priors: list[Prior]
     centre: Centre
@@ -132,6 +157,8 @@ class Fit:
     """(NUM_SAMPLES, parameters): repeated fits."""
     noise: float
     """Relative spread of an observed loss around the law."""
+    backtest: Backtest | None = None
+    """None means that there are fewer than three sizes."""
 
     # ---- the law. theta: one vector, or one per row; the result has the same number of rows.
 
@@ -203,6 +230,7 @@ class Fit:
             ],
             "centre": vars(self.centre),
             "noise": self.noise,
+            "backtest": self.backtest and vars(self.backtest),
             "samples": np.round(self.samples, 6).tolist(),
         }
 
@@ -211,28 +239,32 @@ class Fit:
         rows = tree["parameters"]
         found = [Prior(row["name"], row["prior"][0], row["prior"][1], row["reason"]) for row in rows]
         theta = np.array([row["value"] for row in rows])
-        return cls(found, Centre(**tree["centre"]), theta, np.array(tree["samples"]), tree["noise"])
+        backtest = tree["backtest"] and Backtest(**tree["backtest"])
+        return cls(found, Centre(**tree["centre"]), theta, np.array(tree["samples"]), tree["noise"], backtest)
 
 
-def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int | None = None) -> Fit:
-    """Fits the law. ends: branches that did not diverge. num_samples: None means NUM_SAMPLES."""
+def fit(
+    ends: Sequence[End], priors_of: Callable[[Sequence[End]], list[Prior]], num_samples: int | None = None
+) -> Fit:
+    """Fits the law. ends: branches that did not diverge. num_samples: None means NUM_SAMPLES, 0 a fit without bands and
+    backtest."""
+    given = priors_of(ends)
     means, spreads = (np.array([getattr(prior, name) for prior in given]) for name in ("mean", "spread"))
     losses = np.array([end.loss for end in ends])
     sizes, lengths, batches, rates, late = (
         np.array([getattr(end, name) for end in ends]) for name in ("parameters", "tokens", "batch", "rate", "is_late")
     )
-    frame = Fit(list(given), Centre.of(ends), means, np.empty((0, len(means))), NOISE)
+    frame = Fit(given, Centre.of(ends), means, np.empty((0, len(means))), NOISE)
 
     def predicted(theta: Array) -> Array:
         """theta (rows, parameters) -> losses (rows, ends)"""
         return frame.loss(sizes, lengths, batches, rates, late, theta[:, None, :])
 
-    compute = sizes * lengths
-    weights = (compute / compute.max()) ** NEAR / (losses * (1 + _excess(ends) / FAR))
+    weights = _weights(ends)
 
     def solve(observed: Array, centres: Array, noise: float, start: Array) -> Array:
         def residuals(theta: Array) -> Array:
-            data = (predicted(theta) - observed) * weights / noise
+            data = (predicted(theta) - observed) / losses * weights / noise
             return np.concatenate([data, (theta - centres) / spreads], axis=1)
 
         return least_squares(residuals, start)
@@ -245,9 +277,7 @@ def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int | None = N
     inflation = math.sqrt(len(trunks) / max(1.0, len(trunks) - len(means) / 2))
     noise = NOISE
     for _ in range(3):
-        scaled = (predicted(theta[None])[0] - losses) * weights
-        share = scaled @ scaled / ((losses * weights) @ (losses * weights))
-        noise = max(NOISE, inflation * math.sqrt(float(share)))
+        noise = max(NOISE, inflation * _miss(predicted(theta[None])[0], ends))
         theta = solve(losses, means, noise, theta)
     expected = predicted(theta[None])[0]
     random = np.random.default_rng(0)
@@ -255,8 +285,32 @@ def fit(ends: Sequence[End], given: Sequence[Prior], num_samples: int | None = N
     for _ in range(NUM_SAMPLES if num_samples is None else num_samples):
         errors = random.standard_normal(len(trunks))[cluster] + random.standard_normal(len(losses))
         centres = means + spreads * random.standard_normal(len(means))
-        samples.append(solve(expected + errors * noise / (weights * math.sqrt(2)), centres, noise, theta))
-    return Fit(list(given), frame.centre, theta, np.array(samples).reshape(-1, len(means)), noise)
+        samples.append(solve(expected + errors * noise * losses / (weights * math.sqrt(2)), centres, noise, theta))
+    backtest = None if num_samples == 0 else _backtest(ends, priors_of)
+    return Fit(given, frame.centre, theta, np.array(samples).reshape(-1, len(means)), noise, backtest)
+
+
+def _backtest(ends: Sequence[End], priors_of: Callable[[Sequence[End]], list[Prior]]) -> Backtest | None:
+    sizes = sorted({end.parameters for end in ends})
+    if len(sizes) < 3:
+        return None
+    largest = [end for end in ends if end.parameters == sizes[-1]]
+    rest = [end for end in ends if end.parameters < sizes[-1]]
+    smaller = fit(rest, priors_of, num_samples=0)
+    losses = [smaller.loss(end.parameters, end.tokens, end.batch, end.rate, end.is_late) for end in largest]
+    compute, before = (max(end.parameters * end.tokens for end in some) for some in (largest, rest))
+    return Backtest(_miss(np.array(losses), largest), compute, compute / before)
+
+
+def _miss(losses: Array, ends: Sequence[End]) -> float:
+    """Returns the relative error of losses that a law predicts, root mean square."""
+    weights, observed = _weights(ends), np.array([end.loss for end in ends])
+    return math.sqrt(float(np.sum((weights * (losses / observed - 1)) ** 2) / np.sum(weights**2)))
+
+
+def _weights(ends: Sequence[End]) -> Array:
+    compute = np.array([end.parameters * end.tokens for end in ends])
+    return (compute / compute.max()) ** NEAR / (1 + _excess(ends) / FAR)
 
 
 def _excess(ends: Sequence[End]) -> Array:

@@ -67,7 +67,8 @@ def predict(
 
     expected = loss(batch, rate)
     drawn = fit.loss(n, total, batch, rate, late, fit.samples)
-    drawn = drawn * (1 + fit.noise * np.random.default_rng(1).standard_normal(len(drawn)))
+    beyond = 0.0 if fit.backtest is None else fit.backtest.error_at(n * total)
+    drawn = drawn * (1 + np.hypot(fit.noise, beyond) * np.random.default_rng(1).standard_normal(len(drawn)))
     stages, microbatches = config.pipeline.stages, config.pipeline.microbatches
     share = microbatches / (microbatches + stages - 1)
     return (

@@ -142,13 +142,21 @@ def _try_batches(trial: Trial, laboratory: Laboratory, rate: float, loss: float,
     return best
 
 
-def bottom(losses: Mapping[float, float]) -> tuple[float, float]:
-    """Returns where a parabola through the lowest point and its neighbours is lowest, over the logarithm, and its
-    value. At an edge it is the lowest point."""
+def bottom(losses: Mapping[float, float], within: float = 0.0) -> tuple[float, float]:
+    """Returns where a parabola is lowest, over the logarithm, and its value.
+
+    It goes through the lowest point and its neighbours; at an edge the lowest point is returned. If four or more points
+    exceed the lowest by no more than the share `within`, it is the nearest one to all of these instead, because the lowest
+    of them may be lowest by chance.
+    """
     xs = sorted(losses)
     best = min(range(len(xs)), key=lambda index: losses[xs[index]])
-    near = xs[max(0, best - 1) : best + 2]
+    near = [x for x in xs if losses[x] <= (1 + within) * losses[xs[best]]]
+    if len(near) < 4:
+        near = xs[max(0, best - 1) : best + 2]
     if len(near) < 3 or not all(math.isfinite(losses[x]) for x in near):
         return xs[best], losses[xs[best]]
     a, b, c = np.polyfit(np.log(near), [losses[x] for x in near], 2)
+    if a <= 0:
+        return xs[best], losses[xs[best]]
     return float(np.exp(-b / (2 * a))), float(c - b * b / (4 * a))

@@ -21,6 +21,7 @@ import torch
 
 from ...config.optimizers import learning_rate
 from ...config.schema import Config
+from ...data import text_size
 from ...errors import ConfigError
 from ...train.build import build_components, read_corpus
 from ..study.cell import Cell
@@ -33,6 +34,8 @@ from .proxies import BATCH_FACTORS, FIRST_RATES, RATES, Proxy
 MAX_EXTENSIONS = 3
 """Most rates that are added because the best one is at the edge."""
 REPORT_STEPS = 50
+USUAL_BYTES = 4.0
+"""Bytes of a token of text, where the tokenizer does not say how many bytes its tokens have."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,12 @@ def _train(
 
 def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
     """Runs all trunks and fits the law."""
-    is_late = is_delayed(proxies[0].config)
+    is_late, per_token = is_delayed(proxies[0].config), bytes_per_token(proxies[0])
     for index, proxy in enumerate(proxies):
-        fitted = fit_of(proxies, laboratory, num_samples=0) if index else None
+        fitted = fit_of(proxies, laboratory, per_token, num_samples=0) if index else None
         best = _best_rate(proxy, laboratory, fitted, is_late)
         if fitted is not None:
-            fitted = fit_of(proxies, laboratory, num_samples=0)
+            fitted = fit_of(proxies, laboratory, per_token, num_samples=0)
         for factor in BATCH_FACTORS:
             sequences = round(proxy.batch * factor)
             rates = [best, best * factor]
@@ -177,7 +180,15 @@ def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
                 laboratory.trunk(proxy, rate, sequences, is_late)
         if is_late:
             laboratory.trunk(proxy, best, proxy.batch, False)
-    return fit_of(proxies, laboratory)
+    return fit_of(proxies, laboratory, per_token)
+
+
+def bytes_per_token(proxy: Proxy) -> float:
+    """Returns how many bytes of the held-out text a token stands for."""
+    components = build_components(proxy.cell(1e-3, proxy.batch, True).config)
+    assert components.validation is not None, "every proxy is evaluated"
+    text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
+    return USUAL_BYTES if text is None else text.num_bytes / text.num_tokens
 
 
 def _best_rate(proxy: Proxy, laboratory: Laboratory, fitted: Fit | None, is_late: bool) -> float:
@@ -218,7 +229,7 @@ def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_l
     return tried
 
 
-def fit_of(proxies: Sequence[Proxy], laboratory: Laboratory, **options: Any) -> Fit:
+def fit_of(proxies: Sequence[Proxy], laboratory: Laboratory, bytes_per_token: float, **options: Any) -> Fit:
     """Fits the law to all records so far."""
     ends = [end for record in laboratory.records.values() for end in record.ends()]
     config = proxies[0].config
@@ -232,7 +243,8 @@ def fit_of(proxies: Sequence[Proxy], laboratory: Laboratory, **options: Any) -> 
         return law.rate, law.batch
 
     gap = measured_gap(section.name, section.error_feedback != 0)
-    return fit(ends, priors(ends, section.name in SPECTRAL, guess, gap), **options)
+    is_spectral = section.name in SPECTRAL
+    return fit(ends, lambda some: priors(some, is_spectral, guess, gap, bytes_per_token), **options)
 
 
 def corpus_vocab_size(config: Config) -> int:
