@@ -14,8 +14,8 @@ were: half of the variance for a whole trunk, because its branches share a fate,
 of the priors are drawn anew too, so a band is as wide as the prior where the proxies say nothing. Resampling whole
 trunks would too often leave out one of the few synchronous ones.
 
-A law may bend beyond the proxies. So the law of the smaller ones is also tested on the largest one (`Backtest`), and the
-band of the loss is widened by the error that this shows.
+A law may bend beyond the proxies. So the law of the smaller ones is also tested on the largest one (`Backtest`), and
+the band of the loss is widened by the error that this shows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ POOR = 0.01
 """Relative spread of the proxies' losses around the law from which its predictions deserve a warning."""
 
 NEAR = 0.5
-"""Exponent of the compute of a branch in its weight. A hundredth of the compute counts a tenth: laws bend at the start."""
+"""Exponent of the compute of a branch in its weight. A hundredth of the compute counts a tenth, because laws bend at
+the start."""
 IRREDUCIBLE = 0.4
 """E in nats per byte of text. Chinchilla's is 1.69 nats per token of about 4 bytes (arXiv:2203.15556)."""
 
@@ -243,9 +244,7 @@ class Fit:
         return cls(found, Centre(**tree["centre"]), theta, np.array(tree["samples"]), tree["noise"], backtest)
 
 
-def fit(
-    ends: Sequence[End], priors_of: Callable[[Sequence[End]], list[Prior]], num_samples: int | None = None
-) -> Fit:
+def fit(ends: Sequence[End], priors_of: Callable[[Sequence[End]], list[Prior]], num_samples: int | None = None) -> Fit:
     """Fits the law. ends: branches that did not diverge. num_samples: None means NUM_SAMPLES, 0 a fit without bands and
     backtest."""
     given = priors_of(ends)

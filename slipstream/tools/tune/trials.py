@@ -146,8 +146,8 @@ def bottom(losses: Mapping[float, float], within: float = 0.0) -> tuple[float, f
     """Returns where a parabola is lowest, over the logarithm, and its value.
 
     It goes through the lowest point and its neighbours; at an edge the lowest point is returned. If four or more points
-    exceed the lowest by no more than the share `within`, it is the nearest one to all of these instead, because the lowest
-    of them may be lowest by chance.
+    exceed the lowest by no more than the share `within`, it is the nearest one to all of these instead, because the
+    lowest of them may be lowest by chance.
     """
     xs = sorted(losses)
     best = min(range(len(xs)), key=lambda index: losses[xs[index]])

@@ -412,3 +412,11 @@ def test_a_mistake_is_one_sentence(arguments, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and re.search(REFUSED[arguments], said), said
     assert not list(tmp_path.iterdir())
+
+
+def test_the_bottom_of_a_valley_with_noise_is_found_from_all_points_that_are_close():
+    losses = {2.0**x: 1 + 0.002 * x**2 for x in range(-3, 4)} | {8.0: 1.5}
+    assert trials.bottom(losses)[0] == pytest.approx(1)
+    losses[4.0] = 0.999  # the lowest by chance, beside a wall
+    assert 1 < trials.bottom(losses, within=0.03)[0] < 2 < 2.5 < trials.bottom(losses)[0]
+    assert trials.bottom({1.0: 3.0, 2.0: 2.0}) == (2.0, 2.0) == trials.bottom({1.0: 3.0, 2.0: 2.0, 4.0: math.inf})
