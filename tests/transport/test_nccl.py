@@ -1,6 +1,6 @@
 """A pipeline of GPUs over NCCL, several ranks on each GPU if there are fewer than four; skipped where there is none.
 
-`pytest -m cuda tests/pipeline/test_nccl.py`: some five minutes on one H200.
+`pytest -m cuda tests/transport/test_nccl.py`: some five minutes on one H200.
 """
 
 from __future__ import annotations

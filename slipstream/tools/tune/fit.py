@@ -1,10 +1,11 @@
 """Fits one law to the ends of all branches: loss, best learning rate, best batch, and the gap of the delay.
 
-    L = E + A N^-alpha + C D^-beta + k (ln lr - ln lr*)^2 + w (ln B - ln B*)^2 + gap
+    L = E + A N^-alpha + C D^-beta + 2k (lr/lr* - 1 - ln(lr/lr*)) + w (ln B - ln B*)^2 + gap
     ln lr* = r + r_n ln N + r_d ln D + r_b ln B         ln B* = b + b_d ln D
     gap = g (D / B)^-g_s N^g_n, for delayed runs only
 
-N, D and B are divided by the geometric means of the proxies', so that every constant is a value in their midst. The gap
+A rate near the best one costs k (ln lr - ln lr*)^2; further away, too high a rate costs more than too low a one. N, D
+and B are divided by the geometric means of the proxies', so that every constant is a value in their midst. The gap
 depends on the batch through the number of steps D / B: so it was in all our measurements (docs/results/delay.md). A
 delayed run therefore wants a smaller batch than B*, which is that of a synchronous run.
 
@@ -36,7 +37,7 @@ BAND = (0.05, 0.95)
 NOISE = 0.002
 """Relative spread of a final loss that is assumed at least: between seeds it is 0.0004 to 0.004 (docs/results)."""
 FAR = 0.03
-"""Relative excess over the best loss at the same size and length at which a point counts half. The parabolas hold near
+"""Relative excess over the best loss at the same size and length at which a point counts half. The law holds near
 the optimum only."""
 
 POOR = 0.01
@@ -186,7 +187,8 @@ class Fit:
         x = 0.0 if rate is None else np.log(rate) - np.log(best)
         y = b - (t["b"] + t["b_d"] * d)
         late = np.asarray(is_late, float) * self.gap(parameters, tokens, batch, theta)
-        return self.floor(parameters, tokens, theta) + np.exp(t["ln_k"]) * x**2 + np.exp(t["ln_w"]) * y**2 + late
+        wrong = 2 * np.exp(t["ln_k"]) * (np.expm1(x) - x) + np.exp(t["ln_w"]) * y**2
+        return self.floor(parameters, tokens, theta) + wrong + late
 
     def batch(self, parameters: Any, tokens: Any, is_late: bool, theta: Array | None = None) -> Array:
         """Returns the batch with the lowest loss, at the best rate for it."""
