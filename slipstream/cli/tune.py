@@ -207,12 +207,19 @@ def _bar(screen: Screen, what: str, total: float) -> Iterator[Callable[[float], 
 
 
 def _fit_remarks(fit: Fit) -> list[str]:
-    if fit.noise < POOR:
-        return []
-    return [
-        f"Warning: the law misses the losses of the proxies by {fit.noise:.1%}: they are too small or too short for "
-        "one. Take rate and batch as hints, because their bands are wide. More --tokens or a larger --budget helps."
-    ]
+    found = []
+    if fit.backtest is not None:
+        found.append(
+            f"A law of the smaller proxies alone misses the losses of the largest one by {fit.backtest.error:.1%}. The "
+            "band of the loss allows for as much in every such step to the target."
+        )
+    if fit.noise >= POOR:
+        found.append(
+            f"Warning: the law misses the losses of the proxies by {fit.noise:.1%}: they are too small or too short "
+            "for one. Take rate and batch as hints, because their bands are wide. More --tokens or a larger --budget "
+            "helps."
+        )
+    return found
 
 
 def _continued_remarks(config: Config, before: float, tokens: float) -> list[str]:

@@ -214,21 +214,12 @@ def _fit(tuning: Tuning, fit: Fit) -> list[str]:
         "<pre>L = E + A n^-alpha + C d^-beta + 2k (lr/lr* - 1 - ln(lr/lr*)) + w (ln B - ln B*)^2 + gap\n"
         "ln lr* = r + r_n ln n + r_d ln d + r_b ln b     ln B* = b + b_d ln d     gap = g (d / b)^-g_s n^g_n</pre>",
         f"<p>n, d and b are parameters, tokens and batch divided by {centre.parameters:.3g}, {centre.tokens:.3g} and "
-        f"{centre.batch:.3g}; B* is in units of the last, too. The residuals are {fit.noise:.2%} of the loss. "
-        f"{_backtest(fit)}Bands are 5 to 95 %.</p>",
+        f"{centre.batch:.3g}; B* is in units of the last, too. The residuals are {fit.noise:.2%} of the loss. Bands "
+        "are 5 to 95 %.</p>",
         _table(["", "value", "band", "prior", "from"], rows, numbers=range(1, 4)),
         "<h2>Trunks</h2>",
         *_sentences(tuning.records),
     ]
-
-
-def _backtest(fit: Fit) -> str:
-    if fit.backtest is None:
-        return ""
-    return (
-        f"A law of the smaller proxies alone misses the losses of the largest one by {fit.backtest.error:.2%}, and the "
-        "band of the loss is widened by as much for every such step to the target. "
-    )
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:

@@ -132,6 +132,7 @@ def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short
     assert page.count("<svg") == 7 and "Delayed or synchronous" in page and "twice the rate" in page
     assert "cost: " in first and "slipstream train" in first
     assert "Warning: the law misses the losses of the proxies by" in first  # which make a handful of steps
+    assert f"misses the losses of the largest one by {tree['fit']['backtest']['error']:.1%}" in first
 
     monkeypatch.setattr(DelayedRun, "train", None)  # nothing is trained again
     monkeypatch.setattr(command, "figures", lambda *_: {})
