@@ -15,9 +15,10 @@ The rules:
   Interleaved1F1B. Layers are compiled, but not for ZBVZeroBubble: it computes the gradients of inputs and of weights
   one after the other, which torch cannot do with compiled layers (pytorch/pytorch#161904).
 - On CPUs the contenders of a seed run in turns of a few seconds: one computes while the others are stopped (SIGSTOP),
-  and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. Where the
-  machine is a guest, its host may give the cores to others for a while, which hits a full pipeline harder than one with
-  idle time. The steps of such a turn (STOLEN) count with the time per step of the run's other turns.
+  and only the time in which a run computes counts. So a disturbance of the machine hits all of them alike. Other
+  processes, or other guests of the machine's host, may take the cores for a while, which hits a full pipeline harder
+  than one with idle time. The steps of such a turn (TAKEN) count with the time per step of the nearest other turns of
+  the run.
 - On a GPU one run follows the other; `--together` runs all seeds of a contender at once, each on slices of its own.
 - Neither starting the processes nor evaluations count: of slipstream's time, each evaluation takes off what it computes
   on its slowest stage.
@@ -58,10 +59,10 @@ NUM_EVALUATIONS = 25
 STEPS = {"cpu": 5000, "cuda": 10_000}
 SEEDS = {"cpu": [0, 1, 2], "cuda": [0, 1]}
 TURN_SECONDS = 5.0
-STOLEN = 0.02
-"""Share of the machine that its other guests may take in a turn. With more, the turn is disturbed."""
-FEWEST_TURNS = 10
-"""Undisturbed turns that a run needs. With fewer, all its turns count as they are."""
+TAKEN = 0.03
+"""Share of the machine that others may take in a turn. With more, the turn is disturbed."""
+NEAREST_TURNS = 10
+"""Undisturbed turns that a disturbed one is compared with. If a run has fewer, all its turns count as they are."""
 SHARE = 12
 """Percent of the GPU for each process: with more of it the clock falls where all are busy."""
 SETTINGS = {
@@ -110,8 +111,8 @@ class Run:
     seconds: list[float]
     """At each evaluation, from the start of the run."""
     losses: list[float]
-    stolen: float = 0.0
-    """The share of this machine's time that went to its other guests meanwhile, as Linux counts it."""
+    taken: float = 0.0
+    """The share of this machine's time that went to other processes and other guests meanwhile, as Linux counts it."""
     disturbed: float = 0.0
     """Share of its turns that count with the time per step of the others."""
 
@@ -122,8 +123,8 @@ class Turn:
 
     begin: float
     end: float
-    stolen: float
-    """Share of the machine that went to its other guests."""
+    taken: float
+    """Share of the machine that went to others."""
 
 
 def contenders(device: str, num_steps: int) -> dict[str, tuple[list[str], list[str], int]]:
@@ -163,8 +164,8 @@ class Process:
         command += ["--evaluation.every-steps", str(max(1, num_steps // NUM_EVALUATIONS))]
         self._said = (Path(self._folder.name) / "said.txt").open("w+", encoding="utf-8")
         self._turns: list[Turn] = []
-        self._began, self._before = time.time(), _machine_time()
         self._process = subprocess.Popen(command, stdout=self._said, stderr=self._said, start_new_session=True)
+        self._began, self._before = time.time(), _ticks(self._process.pid)
 
     @property
     def is_running(self) -> bool:
@@ -174,13 +175,15 @@ class Process:
         """Lets it compute for so long, or until it has ended."""
         if self._turns:  # it is stopped
             os.killpg(self._process.pid, signal.SIGCONT)
-            self._began, self._before = time.time(), _machine_time()
+            self._began, self._before = time.time(), _ticks(self._process.pid)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
+        ended, taken, total = time.time(), 0, 1
         if self.is_running:
             os.killpg(self._process.pid, signal.SIGSTOP)
-        stolen, total = (after - earlier for earlier, after in zip(self._before, _machine_time(), strict=True))
-        self._turns.append(Turn(self._began, time.time(), stolen / max(1, total)))
+            after = _ticks(self._process.pid)
+            taken, total = (later - earlier for earlier, later in zip(self._before, after, strict=True))
+        self._turns.append(Turn(self._began, ended, taken / max(1, total)))
         _tell_progress(self.contender, self.seed, self.num_steps, self.rows_at)
 
     def result(self) -> Run:
@@ -208,12 +211,12 @@ class Process:
                 seconds.append(clock)
                 losses.append(row["val_loss"])
         lengths = [turn.end - turn.begin for turn in self._turns]
-        stolen = sum(turn.stolen * length for turn, length in zip(self._turns, lengths, strict=True)) / sum(lengths)
+        taken = sum(turn.taken * length for turn, length in zip(self._turns, lengths, strict=True)) / sum(lengths)
         disturbed = statistics.fmean(weight != 1 for weight in weights)
-        run = Run(self.contender, self.seed, self.num_steps, seconds, losses, stolen, disturbed)
+        run = Run(self.contender, self.seed, self.num_steps, seconds, losses, taken, disturbed)
         print(
             f"{self.contender}, seed {self.seed}: {self.num_steps} steps, {seconds[-1]:.0f} s of {sum(lengths):.0f} s, "
-            f"loss {losses[-1]:.4f}, {100 * stolen:.0f} % of the machine stolen, "
+            f"loss {losses[-1]:.4f}, {100 * taken:.0f} % of the machine taken by others, "
             f"{100 * disturbed:.0f} % of the turns count as the others",
             flush=True,
         )
@@ -225,19 +228,21 @@ class Process:
 
 
 def weights_of(turns: list[Turn], moments: list[float]) -> list[float]:
-    """Returns what a second of each turn counts: 1, or in a disturbed turn as much as its steps take in the others.
-    `moments` are the ends of the steps."""
+    """Returns what a second of each turn counts: 1, or in a disturbed turn as much as its steps take in the nearest
+    undisturbed ones. `moments` are the ends of the steps."""
     first, last = moments[0], moments[-1]
     lengths = [max(0.0, min(turn.end, last) - max(turn.begin, first)) for turn in turns]
     counts = [bisect(moments, turn.end) - bisect(moments, max(turn.begin, first)) for turn in turns]
-    clean = [i for i, turn in enumerate(turns) if turn.stolen <= STOLEN and counts[i]]
-    if len(clean) < FEWEST_TURNS:
-        return [1.0] * len(turns)
-    step = sum(lengths[i] for i in clean) / sum(counts[i] for i in clean)
-    return [
-        1.0 if turn.stolen <= STOLEN or not length else step * n / length
-        for turn, length, n in zip(turns, lengths, counts, strict=True)
-    ]
+    clean = [i for i, turn in enumerate(turns) if turn.taken <= TAKEN and counts[i]]
+
+    def weight(i: int) -> float:
+        if turns[i].taken <= TAKEN or not lengths[i] or len(clean) < NEAREST_TURNS:
+            return 1.0
+        nearest = sorted(clean, key=lambda other: abs(other - i))[:NEAREST_TURNS]
+        step = sum(lengths[near] for near in nearest) / sum(counts[near] for near in nearest)
+        return step * counts[i] / lengths[i]
+
+    return [weight(i) for i in range(len(turns))]
 
 
 def computed_until(moment: float, turns: list[Turn], weights: list[float]) -> float:
@@ -274,13 +279,20 @@ def train(seed: int, contender: str, runner: list[str], options: list[str], num_
     return run
 
 
-def _machine_time() -> tuple[int, int]:
-    """Stolen, and all; in ticks."""
+def _ticks(group: int) -> tuple[int, int]:
+    """Returns the time of the machine that went to others than this group of processes, and all of its time."""
     try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0].split()[1:9]]
+        first = Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0]
+        user, nice, system, idle, waiting, *rest = map(int, first.split()[1:9])
     except OSError:
         return 0, 0
-    return ticks[7], sum(ticks)
+    used = user + nice + system + sum(rest)  # interrupts, and what other guests took
+    own = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15])) if int(fields[2]) == group else 0
+    return used - own, used + idle + waiting
 
 
 def _tell_progress(contender: str, seed: int, num_steps: int, rows: Path) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/time_to_loss.py: what counts as the time of a run on a machine whose host takes cores away."""
+"""benchmarks/time_to_loss.py: what counts as the time of a run on a machine where others take cores away."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def script(monkeypatch):
     return time_to_loss
 
 
-def played(script, disturbed: set[int], num_turns: int = 20):
-    """Turns of 5 s, 10 s apart, with steps of 0.1 s, or 0.5 s in the disturbed ones. The first step ends after 2 s."""
+def played(script, disturbed: set[int], num_turns: int = 20, slower_from: int = 1000):
+    """Turns of 5 s, 10 s apart, with steps of 0.1 s, or 0.5 s in the disturbed ones. From `slower_from` on steps take
+    twice as long. The first step ends after 2 s."""
     turns, moments = [], []
     for i in range(num_turns):
         begin = 10.0 * i
         turns.append(script.Turn(begin, begin + 5, 0.3 if i in disturbed else 0.0))
-        step = 0.5 if i in disturbed else 0.1
+        step = (0.5 if i in disturbed else 0.1) * (2 if i >= slower_from else 1)
         before = 2.0 - step if i == 0 else 0.0
         moments += [round(begin + before + n * step, 6) for n in range(1, round((5 - before) / step) + 1)]
     return turns, moments
@@ -37,6 +38,12 @@ def test_steps_of_disturbed_turns_take_as_long_as_the_others(script):
     assert [i for i, weight in enumerate(weights) if weight != 1] == sorted(disturbed)
     first, last = (script.computed_until(moment, turns, weights) for moment in (moments[0], moments[-1]))
     assert last - first == pytest.approx(0.1 * (len(moments) - 1), rel=1e-6)
+
+
+def test_the_others_are_those_of_the_same_time_because_a_machine_may_become_slower(script):
+    turns, moments = played(script, {5, 55}, num_turns=60, slower_from=30)
+    weights = script.weights_of(turns, moments)
+    assert weights[5] == weights[55] == pytest.approx(0.2)
 
 
 def test_without_disturbance_or_with_too_few_other_turns_the_time_is_that_of_the_clock(script):
