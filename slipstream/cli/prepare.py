@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -55,7 +54,7 @@ class PrepareArguments:
 def main(arguments: list[str]) -> None:
     from ..data import DataError, prepare
 
-    given = parse(PrepareArguments, arguments, "slipstream prepare", inspect.getdoc(PrepareArguments) or "")
+    given = parse(PrepareArguments, arguments, "slipstream prepare")
     console = Console(stderr=True)
     from_hub = any(source.startswith("hf:") for source in given.sources)
     progress = Progress(

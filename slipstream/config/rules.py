@@ -54,6 +54,7 @@ AT_LEAST = {
     "optimizer.clip_norm": 0,
     "optimizer.learning_rate": 0,
     "optimizer.adamw_learning_rate": 0,
+    "optimizer.balance_rate": 0,
     "optimizer.horizon_steps": 1,
     "optimizer.newton_schulz_steps": 1,
     "evaluation.every_steps": 0,
@@ -232,8 +233,11 @@ def _validate_optimizer(config: Config) -> None:
             f"optimizer.lookahead = {section.lookahead} is invalid: use 0 to {most:g}, where with optimizer.momentum = "
             f"{section.momentum} the newest gradient is all that counts"
         )
-    if section.balance_rate is not None:
-        _validate_balance(config, section.balance_rate)
+    if section.balance_rate is not None and not has_experts(config):
+        raise ConfigError(
+            f"optimizer.balance_rate = {section.balance_rate} balances experts, and model.preset = "
+            f"{config.model.preset!r} has none: leave it out, or set model.num_experts"
+        )
     if not 0 <= section.final_fraction <= 1:
         raise ConfigError(f"optimizer.final_fraction = {section.final_fraction} is no share: use 0 to 1")
     for name in ("warmup_steps", "decay_steps"):
@@ -277,16 +281,6 @@ def _validate_adapter(config: Config) -> None:
 def trains_all(config: Config) -> bool:
     """Returns whether all parameters are trained."""
     return config.adapter.rank is None and not config.train.freeze
-
-
-def _validate_balance(config: Config, rate: float) -> None:
-    if rate < 0:
-        raise ConfigError(f"optimizer.balance_rate = {rate} is too small: use 0 or more")
-    if not has_experts(config):
-        raise ConfigError(
-            f"optimizer.balance_rate = {rate} balances experts, and model.preset = {config.model.preset!r} has none: "
-            "leave it out, or set model.num_experts"
-        )
 
 
 def _validate_recipe(section: OptimizerSection, known: Mapping[str, float]) -> None:

@@ -62,7 +62,15 @@ class Piece(NamedTuple):
     text: str
     ends_document: bool
     position: int
-    """Number of bytes of the file read so far."""
+    """Number of bytes of the file, or of rows of the dataset, read so far."""
+
+
+class Text(NamedTuple):
+    """A file, or a split of a dataset, of which nothing has been read."""
+
+    pieces: Iterator[Piece]
+    size: int | None
+    """Position of the last piece. None means that it is unknown."""
 
 
 def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = None) -> Tokenizer:
