@@ -61,19 +61,16 @@ class Commands:
         return layout
 
 
-def check_layout(config: Config, layout: Layout) -> Components:
-    """Builds the components of a layout.
-
-    Raises a ConfigError if a run of this configuration cannot change to the layout with the processes that it was
-    launched with.
-    """
+def check_layout(config: Config, layout: Layout) -> None:
+    """Raises a ConfigError if a run of this configuration cannot change to the layout with the processes that it was
+    launched with."""
     check_changeable(config)
     if layout.size > num_processes(config):
         raise ConfigError(
             f"{layout} takes {layout.size} processes and the run was started with {num_processes(config)}: use fewer, "
             f"or start it with pipeline.processes = {layout.size}"
         )
-    return build_components(layout.applied(config))
+    build_components(layout.applied(config))
 
 
 def check_layout_changes(config: Config) -> None:
