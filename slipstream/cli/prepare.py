@@ -52,7 +52,7 @@ class PrepareArguments:
 
 
 def main(arguments: list[str]) -> None:
-    from ..data import DataError, prepare
+    from ..data import prepare
 
     given = parse(PrepareArguments, arguments, "slipstream prepare")
     console = Console(stderr=True)
@@ -85,8 +85,6 @@ def main(arguments: list[str]) -> None:
                 overwrite=given.overwrite,
                 tell=lambda line: print(line, file=sys.stderr),
             )
-    except DataError as error:
-        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(cannot_write(error, "output")) from error
     for shard in shards:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config.files import expand_home
-from .parquet import check_column
+from .parquet import check_column, rows_with_text
 from .text import HUB_PREFIX, Piece, Text
 from .tokens import DataError
 
@@ -51,19 +51,15 @@ def hub_text(source: str, splits: Mapping[str, Any], name: str, field: str, text
 
 def _read(source: str, rows: Any, text_field: str) -> Iterator[Piece]:
     """Yields the text of every row of a split that has some. The position of a piece is the number of rows so far."""
-    row = 0
-    with _refused(source):
+
+    def columns() -> Iterator[Any]:
         for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
             check_column(source, table.schema, text_field)
-            for text in table.column(text_field).to_pylist():
-                row += 1
-                if text is None:
-                    raise DataError(
-                        f"{source!r} row {row} has no text in the column {text_field!r}: set text_field to one that "
-                        "has."
-                    )
-                if text:
-                    yield Piece(text, True, row)
+            yield table.column(text_field)
+
+    with _refused(source):
+        for row, text in rows_with_text(columns(), source, text_field):
+            yield Piece(text, True, row)
 
 
 @contextmanager

@@ -76,9 +76,10 @@ def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]
     try:
         before = build(Config, tree, "")
         then, now = learning_rate(before)(found.step), learning_rate(config)(found.step)
+        is_same_peak = peak_rates(before) == peak_rates(config)
     except (ConfigError, ValueError, TypeError):  # a configuration written by another version of the program
         return
-    if peak_rates(before) == peak_rates(config) and abs(then - now) > 1e-6 * now:
+    if is_same_peak and abs(then - now) > 1e-6 * now:
         peak, _ = peak_rates_of(config.optimizer)
         steps = before.optimizer.horizon_steps or before.train.steps
         yield (
