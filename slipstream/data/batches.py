@@ -37,7 +37,6 @@ class Batches:
     """
 
     tokens: Tokens
-    """Tokens to read from."""
     sequence_length: int
     """Number of tokens in each row."""
     microbatch_size: int
@@ -138,9 +137,7 @@ class ValidationBatches:
     """The validation data: `batches(index)` for index in range(len(batches))."""
 
     tokens: Tokens
-    """Tokens to read from."""
     sequence_length: int
-    """Number of tokens in each row."""
     microbatch_size: int
     """Number of rows in each batch."""
     parts: tuple[ValidationPart, ...]
