@@ -45,11 +45,11 @@ from .run_folder import run_folder
 class LaunchFacts:
     """Facts that all processes of a launch must agree on."""
 
-    attempt: str | None = None
+    attempt: str
     """Identifier of this launch. See `Store`."""
-    resumed_at: int | None = None
+    resumed_at: int | None
     """Step of the checkpoint from which the run resumes. None means that the run starts from the beginning."""
-    is_over: bool = False
+    is_over: bool
     """Whether the run is already finished, so that nothing is left to do."""
 
     def as_first(self, world: World) -> LaunchFacts:
