@@ -113,7 +113,7 @@ def load_corpus(config: DataConfig) -> Corpus:
         vocab_size,
         tokenizers[0],
         tokenizer_json,
-        tuple(
+        tuple(  # empty without weights
             Source(name, weight, len(train), 0 if len(named) else len(held_out))
             for name, weight, (train, held_out) in zip(config.sources, config.weights, splits, strict=False)
         ),
