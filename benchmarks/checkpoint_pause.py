@@ -152,8 +152,8 @@ def run_stage(transport: Transport, config: Config, plan: Plan) -> StageRun:
     said: list[str] = []
     began = time.perf_counter()
     store = TimedStore(Path(config.run.folder), lambda: time.perf_counter() - began)
-    pipeline = make_pipeline(transport, config, components, lambda: Requests(busy=saver.is_busy))
-    saver = Saver(config, components.model, pipeline, store, said.append)
+    pipeline = make_pipeline(transport, config, components, lambda: Requests(busy=saver.writer.is_busy))
+    saver = Saver(config, components.model, pipeline, store, said.append, {})
     speaks = transport.stage == transport.num_stages - 1
     ends: list[float] = []
     copies: list[Copied] = []
@@ -167,11 +167,11 @@ def run_stage(transport: Transport, config: Config, plan: Plan) -> StageRun:
             saver.after(report)
             copies.append(Copied(done, time.perf_counter() - before, time.thread_time() - core_before))
         if done == WARM_UP_SAVE + 1:
-            while saver.is_busy:  # it must not take the place of the first one that is counted, however short a step
+            while saver.writer.is_busy:  # it must not take the place of the first that is counted
                 time.sleep(0.01)
         if speaks:
             _say_progress(plan, done, ends)
-    saver.finish(was_stopped=False)
+    saver.finish(pipeline)
     return StageRun(ends, copies, store.parts, len(store.steps()), said)
 
 

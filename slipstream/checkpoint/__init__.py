@@ -3,8 +3,8 @@
 This package knows files and tensors, not pipelines. What is in a checkpoint and when it is made is decided elsewhere.
 """
 
+from .files import CheckpointError
 from .reading import load_weights
-from .store import Checkpoint, CheckpointError, Part, Store
-from .writer import Writer, Written
+from .store import Checkpoint, Part, Store
 
-__all__ = ["Checkpoint", "CheckpointError", "Part", "Store", "Writer", "Written", "load_weights"]
+__all__ = ["Checkpoint", "CheckpointError", "Part", "Store", "load_weights"]

@@ -22,14 +22,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 16_000_000
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-
-
-def check_part_name(name: str, where: str) -> None:
-    """Raises CheckpointError unless the name is a plain file name and not that of the manifest."""
-    if not PART_NAME.fullmatch(name) or name.lower() == "manifest":
-        raise CheckpointError(
-            f"{where} has a part named {name[:200]!r}: use letters, digits, dots and dashes, and not 'manifest'"
-        )
+"""Name of a part: a plain file name, so that no manifest leads out of its folder."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,8 @@ class Manifest:
         with reading(path):
             found, parts = _parse(text, path), {}
             for name, files in found["parts"].items():
-                check_part_name(name, str(path))
+                if not PART_NAME.fullmatch(name) or name.lower() == "manifest":
+                    raise CheckpointError(f"{path} has a part named {name[:200]!r}, which is no name of a part")
                 parts[name] = PartFiles(Stamp(**files["record"]), Stamp(**files["tensors"]))
             return cls(found["step"], parts)
 

@@ -26,14 +26,10 @@ import torch
 from torch import Tensor
 
 from .files import CheckpointError, discard, open_plain, reason, stamp, sync_folder, write_file
-from .records import MANIFEST, Manifest, PartFiles, PartRecord, check_part_name, read_json
+from .records import MANIFEST, Manifest, PartFiles, PartRecord, read_json
 from .tensors import TensorFile, encode, read_header, stream
 
-__all__ = ["Checkpoint", "CheckpointError", "Part", "Store"]
-
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(?:\.([A-Za-z0-9_-]+)\.(partial|committing|replaced|deleted))?")
-ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_STEP = 10**18 - 1
 TENSORS, RECORD = ".safetensors", ".json"
 RECORD_BYTES = 4096
 """Estimated size of NAME.json in bytes. Facts are small compared with tensors."""
@@ -63,39 +59,31 @@ class Checkpoint:
         """Facts of every part, by its name."""
         self._folder = folder
         self._files = files
+        self._parts: dict[str, str] = {}
+        """The part of every tensor, by the name of the tensor."""
+        for part, file in files.items():
+            for name in file.entries:
+                if name in self._parts:
+                    raise CheckpointError(f"{folder} has tensor {name[:200]!r} in both {self._parts[name]} and {part}")
+                self._parts[name] = part
 
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Returns the dtype and shape of the tensors of all parts, by name."""
-        files = self._files
-        return {
-            name: (files[part].entries[name].dtype, files[part].entries[name].shape)
-            for name, part in self._parts_by_name().items()
-        }
+        return {name: self._files[part].entries[name][:2] for name, part in self._parts.items()}
 
-    def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Reads tensors. It opens only the files that it needs, and does not verify their digests again."""
-        parts_by_name = self._parts_by_name()
         wanted: dict[str, list[str]] = {}
-        names = list(dict.fromkeys(names))
+        names = list(names)
         for name in names:
-            if name not in parts_by_name:
+            if name not in self._parts:
                 raise CheckpointError(f"{self._folder} has no tensor {name[:200]!r}")
-            wanted.setdefault(parts_by_name[name], []).append(name)
+            wanted.setdefault(self._parts[name], []).append(name)
         found: dict[str, Tensor] = {}
         for part, its_names in wanted.items():
             with open_plain(self._folder, part + TENSORS) as file:
-                for name, tensor in self._files[part].read(file, its_names):
-                    found[name] = tensor.to(device)
+                found |= self._files[part].read(file, its_names)
         return {name: found[name] for name in names}
-
-    def _parts_by_name(self) -> dict[str, str]:
-        parts: dict[str, str] = {}
-        for part, file in self._files.items():
-            for name in file.entries:
-                if name in parts:
-                    raise CheckpointError(f"{self._folder} has tensor {name[:200]!r} in both {parts[name]} and {part}")
-                parts[name] = part
-        return parts
 
 
 class _Found(NamedTuple):
@@ -113,16 +101,13 @@ class Store:
     folder       the folder of all checkpoints of a run
     keep_last    number of newest checkpoints to keep
     keep_every   keep also checkpoints whose step is divisible by this; 0 means no others
-    attempt      a name that is the same for all processes of a launch and different for every launch, so that parts of
-                 two launches never form one checkpoint. None means a random name: it is for a single process, or for a
-                 store that is made before the other processes are forked
+    attempt      letters and digits that are the same for all processes of a launch and different for every launch, so
+                 that parts of two launches never form one checkpoint; None means random ones, for a single process
     """
 
     def __init__(self, folder: Path, keep_last: int = 2, keep_every: int = 0, attempt: str | None = None) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(f"keep_last is {keep_last} and keep_every {keep_every}: use at least 1 and 0")
-        if attempt is not None and not ATTEMPT.fullmatch(attempt):
-            raise ValueError(f"attempt is {attempt!r}: use 1 to 64 letters, digits and dashes")
         self.folder = Path(folder)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._attempt = attempt or secrets.token_hex(4)
@@ -135,14 +120,11 @@ class Store:
 
         If it fails with a CheckpointError, nothing of this step remains: without this part, the others are useless.
         """
-        if not 0 <= step <= MAX_STEP or num_parts < 1:
-            raise ValueError(f"step is {step} and num_parts {num_parts}: use at least 0 and 1")
-        check_part_name(part.name, f"step {step}")
         partial = self._path(step, self._attempt, "partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._discard_hopeless(step, part.name)
-            self.check_space(part)
+            self._check_space(part)
             partial.mkdir(exist_ok=True)
             tensors = write_file(partial / (part.name + TENSORS), stream(part.tensors))
             record = PartRecord(step, num_parts, dict(part.facts), tensors)
@@ -179,10 +161,6 @@ class Store:
     def _commit(self, step: int, committing: Path, num_parts: int) -> None:
         try:
             parts = {name: self._stamps(committing, name, step, num_parts) for name in _part_names(committing)}
-            if len(parts) != num_parts:
-                raise CheckpointError(
-                    f"{committing} has {len(parts)} parts, not {num_parts}: {', '.join(sorted(parts))}"
-                )
             write_file(committing / MANIFEST, [Manifest(step, parts).encode()])
             sync_folder(committing)
             self._swap_in(step, committing)
@@ -257,17 +235,10 @@ class Store:
         header, _ = encode(part.tensors)
         return len(header) + sum(tensor.nbytes for tensor in part.tensors.values()) + RECORD_BYTES
 
-    def check_space(self, part: Part) -> None:
-        """Raises CheckpointError if there is not enough space for a part. It is called before anything is written.
-        Other processes may use up the same space. Then the write itself fails."""
-        needed = self.needed_bytes(part)
-        place = self.folder.absolute()
-        while not place.exists():
-            place = place.parent
-        try:
-            free = shutil.disk_usage(place).free
-        except OSError as error:
-            raise CheckpointError(f"{self.folder} does not say how much space it has ({reason(error)})") from error
+    def _check_space(self, part: Part) -> None:
+        """Raises CheckpointError if there is not enough space for a part, before anything is written. Other processes
+        may use up the same space. Then the write itself fails."""
+        needed, free = self.needed_bytes(part), shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
                 f"{part.name} needs {_in_words(needed)}, {self.folder} has {_in_words(free)} left: "

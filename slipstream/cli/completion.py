@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any, Literal
@@ -41,7 +40,7 @@ class CompletionArguments:
 def main(arguments: list[str]) -> None:
     from .dispatch import COMMANDS
 
-    given = parse(CompletionArguments, arguments, "slipstream completion", inspect.getdoc(CompletionArguments) or "")
+    given = parse(CompletionArguments, arguments, "slipstream completion")
     cases = (f'            {name}) words="{" ".join(_flags(arguments_of(name)))}" ;;' for name in COMMANDS)
     zsh = "autoload -U +X bashcompinit && bashcompinit\n" if given.shell == "zsh" else ""
     print(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), cases="\n".join(cases)), end="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -29,7 +28,7 @@ def parse_with_config(cls: type[Arguments], arguments: list[str], name: str) -> 
         path = arguments.pop(0)
         default = load_toml(Path(path))
     sections = {member.name: getattr(default, member.name) for member in fields(Config)}
-    given = parse(cls, arguments, f"slipstream {name} [CONFIG.toml]", inspect.getdoc(cls) or "", cls(**sections))
+    given = parse(cls, arguments, f"slipstream {name} [CONFIG.toml]", default=cls(**sections))
     return given, path, default
 
 

@@ -1,5 +1,4 @@
-"""The command line: init | train | tune | reshape | schedule | plan | profile | bench | study | report | timeline
-| prepare | export | generate | eval | completion.
+"""The commands of Slipstream:
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]

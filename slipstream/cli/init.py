@@ -47,7 +47,7 @@ class InitArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(InitArguments, arguments, "slipstream init", inspect.getdoc(InitArguments) or "")
+    given = parse(InitArguments, arguments, "slipstream init")
     if given.preset not in PRESETS:
         raise UsageError(f"preset = {given.preset!r} is unknown: choose one of {', '.join(PRESETS)}")
     output = given.output or Path(f"{given.preset}.toml")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import os
 import typing
@@ -37,12 +38,13 @@ def run_and_step(text: str) -> tuple[Path, int | None]:
 
 
 def parse(
-    cls: type[Arguments], arguments: list[str], prog: str, description: str, default: Arguments | None = None
+    cls: type[Arguments], arguments: list[str], prog: str, description: str = "", default: Arguments | None = None
 ) -> Arguments:
     """Parses arguments with tyro. Raises UsageError with one sentence where tyro would print a box with the error.
 
     prog: the two words of the command, followed by the positional arguments that are no fields of `cls`, such as
-    "slipstream train [CONFIG.toml]". The help text shows it."""
+    "slipstream train [CONFIG.toml]". The help text shows it, and the description, which is by default the docstring of
+    `cls`."""
     command = " ".join(prog.split()[:2])
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -50,7 +52,7 @@ def parse(
             given, unknown = tyro.cli(
                 cls,
                 prog=prog,
-                description=description,
+                description=description or inspect.getdoc(cls),
                 args=arguments,
                 return_unknown_args=True,
                 **defaults,

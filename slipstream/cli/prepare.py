@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -53,9 +52,9 @@ class PrepareArguments:
 
 
 def main(arguments: list[str]) -> None:
-    from ..data import DataError, prepare
+    from ..data import prepare
 
-    given = parse(PrepareArguments, arguments, "slipstream prepare", inspect.getdoc(PrepareArguments) or "")
+    given = parse(PrepareArguments, arguments, "slipstream prepare")
     console = Console(stderr=True)
     from_hub = any(source.startswith("hf:") for source in given.sources)
     progress = Progress(
@@ -86,8 +85,6 @@ def main(arguments: list[str]) -> None:
                 overwrite=given.overwrite,
                 tell=lambda line: print(line, file=sys.stderr),
             )
-    except DataError as error:
-        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(cannot_write(error, "output")) from error
     for shard in shards:

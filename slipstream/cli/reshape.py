@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ class ReshapeArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(ReshapeArguments, arguments, "slipstream reshape", inspect.getdoc(ReshapeArguments) or "")
+    given = parse(ReshapeArguments, arguments, "slipstream reshape")
     folder = find_run(given.run)
     path = folder / "config.toml"
     if not os.path.isfile(path):

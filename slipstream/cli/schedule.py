@@ -8,7 +8,6 @@ All facts come from the checker and the simulator. This module only formats them
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,18 +59,18 @@ class ScheduleArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(ScheduleArguments, arguments, "slipstream schedule", inspect.getdoc(ScheduleArguments) or "")
+    given = parse(ScheduleArguments, arguments, "slipstream schedule")
     for name in ("forward", "backward", "latency"):
-        if not 0 <= getattr(given, name) < math.inf:
-            raise UsageError(f"{name} = {getattr(given, name)} is no time: use a finite number of 0 or more")
+        cost = getattr(given, name)
+        if not 0 <= cost < math.inf:
+            raise UsageError(f"{name} = {cost} is no time: use a finite number of 0 or more")
+        if cost and not LEAST_COST <= cost <= MOST_COST:
+            raise UsageError(f"{name} = {cost} cannot be drawn: use 0, or {LEAST_COST:g} to {MOST_COST:g}")
     if given.stages * given.microbatches * given.steps > MAX_MICROBATCHES:
         raise UsageError(
             f"{given.stages} stages x {given.microbatches} microbatches x {given.steps} steps are too many to draw: "
             f"use fewer, {MAX_MICROBATCHES:,} at most in all"
         )
-    for name in ("forward", "backward", "latency"):
-        if 0 < (cost := getattr(given, name)) < math.inf and not LEAST_COST <= cost <= MOST_COST:
-            raise UsageError(f"{name} = {cost} cannot be drawn: use 0, or {LEAST_COST:g} to {MOST_COST:g}")
     if given.sync_start_steps > given.steps:
         raise UsageError(f"sync_start_steps = {given.sync_start_steps} is more than steps = {given.steps}: use fewer")
     try:

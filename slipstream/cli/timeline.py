@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +32,7 @@ def main(arguments: list[str]) -> None:
     from ..schedule import ScheduleError
     from ..schedule.render import png, svg
 
-    given = parse(TimelineArguments, arguments, "slipstream timeline", inspect.getdoc(TimelineArguments) or "")
+    given = parse(TimelineArguments, arguments, "slipstream timeline")
     run = find_run(given.run)
     if given.output.suffix not in (".svg", ".png"):
         raise UsageError(f"output = '{given.output}' cannot be drawn: end its name in .svg or .png")

@@ -119,30 +119,28 @@ def layout_changes(config: Config) -> list[LayoutChange]:
     return found
 
 
+def _largest_size(config: Config) -> int:
+    return max([Layout.of(config).size, *(change.layout.size for change in layout_changes(config))])
+
+
 def num_processes(config: Config) -> int:
     """Returns the number of processes that a run is launched with."""
-    section = config.pipeline
-    if section.processes is not None:
-        return section.processes
-    return max(section.stages * section.replicas, *(change.layout.size for change in layout_changes(config)), 1)
+    return config.pipeline.processes or _largest_size(config)
 
 
 def validate_layouts(config: Config) -> None:
     """Checks all layouts, as far as this is possible without the model."""
-    section, layouts = config.pipeline, [change.layout for change in layout_changes(config)]
-    size = section.stages * section.replicas
-    if section.processes is not None and section.processes < (
-        most := max([size, *(layout.size for layout in layouts)])
-    ):
+    section, largest = config.pipeline, _largest_size(config)
+    if num_processes(config) < largest:
         raise ConfigError(
-            f"pipeline.processes = {section.processes} is less than the {most} that pipeline.stages x "
+            f"pipeline.processes = {section.processes} is less than the {largest} that pipeline.stages x "
             "pipeline.replicas or pipeline.reshape come to: use as many, or leave it out"
         )
-    if num_processes(config) > size or layouts:
+    if num_processes(config) > Layout.of(config).size or section.reshape:
         check_changeable(config)
-    for text, layout in zip(section.reshape, layouts, strict=True):
+    for text, change in zip(section.reshape, layout_changes(config), strict=True):
         try:
-            layout.applied(config)
+            change.layout.applied(config)
         except ConfigError as error:
             raise ConfigError(f"pipeline.reshape = {text!r} is invalid: {error}") from error
 

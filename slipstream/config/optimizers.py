@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..optim import RECIPES, AdamW, Group, balance_experts, is_matrix, learning_rate_schedule, muon_and_adamw
-from .defaults import leaves_rest_to_adamw, optimizer_class, peak_rates_of, settled
+from .defaults import optimizer_class, peak_rates_of, settled
 from .rules import has_experts
 from .schema import Config, OptimizerSection
 
@@ -22,26 +22,27 @@ too long in a long run."""
 
 
 def parameter_groups(config: Config) -> list[Group]:
-    balance = [balance_experts(_balance_rate(config.optimizer))] if has_experts(config) else []
-    return balance + _optimizer_groups(config)
+    return [group for group, _ in _groups_and_rates(config)]
 
 
-def _balance_rate(section: OptimizerSection) -> float:
-    """Returns the configured balance rate. The default is that of DeepSeek-V3 (arXiv:2412.19437, section 4.2)."""
-    return 0.001 if section.balance_rate is None else section.balance_rate
+def peak_rates(config: Config) -> dict[str, float]:
+    """Returns the peak learning rate of every group, by its name."""
+    return {group.name: rate for group, rate in _groups_and_rates(config)}
 
 
-def _optimizer_groups(config: Config) -> list[Group]:
-    config = settled(config)
-    section, (rate, adamw_rate) = config.optimizer, peak_rates_of(config.optimizer)
-    clip_norm = section.clip_norm or None
+def _groups_and_rates(config: Config) -> list[tuple[Group, float]]:
+    section = settled(config).optimizer
+    rate, adamw_rate = peak_rates_of(section)
+    # The default is that of DeepSeek-V3 (arXiv:2412.19437, section 4.2).
+    balance_rate = 0.001 if section.balance_rate is None else section.balance_rate
+    balance = [(balance_experts(balance_rate), balance_rate)] if has_experts(config) else []
     shared: dict[str, Any] = {
         "weight_decay": section.weight_decay,
         "error_feedback": section.error_feedback,
-        "clip_norm": clip_norm,
+        "clip_norm": section.clip_norm or None,
     }
     if section.name == "muon":
-        return muon_and_adamw(
+        matrices, rest = muon_and_adamw(
             muon_lr=rate,
             muon_beta=section.momentum,
             muon_nesterov=section.nesterov,
@@ -55,6 +56,7 @@ def _optimizer_groups(config: Config) -> list[Group]:
             adamw_predictor=adamw_predictor(section),
             **shared,
         )
+        return [*balance, (matrices, rate), (rest, adamw_rate)]
     adamw = partial(
         AdamW,
         beta1=section.beta1,
@@ -63,32 +65,23 @@ def _optimizer_groups(config: Config) -> list[Group]:
         predictor=adamw_predictor(section),
     )
     if section.name == "adamw":
-        return [Group("all", partial(adamw, lr=rate), elementwise=True, **shared)]
+        return [*balance, (Group("all", partial(adamw, lr=rate), elementwise=True, **shared), rate)]
     if section.name in RECIPES:
-        recipe, make = RECIPES[section.name], _recipe_optimizer(section)
+        recipe, make, rest_rate = RECIPES[section.name], _recipe_optimizer(section), rate
         matrices = Group("matrices", make, is_matrix, elementwise=recipe.elementwise, **shared)
         if recipe.matrices_only:
-            make = partial(adamw, lr=adamw_rate)
-        return [matrices, Group("rest", make, elementwise=recipe.elementwise or recipe.matrices_only, **shared)]
+            make, rest_rate = partial(adamw, lr=adamw_rate), adamw_rate
+        rest = Group("rest", make, elementwise=recipe.elementwise or recipe.matrices_only, **shared)
+        return [*balance, (matrices, rate), (rest, rest_rate)]
     cls = optimizer_class(section.name)
     arguments: dict[str, float] = {"lr": rate, **section.arguments}
     if "weight_decay" in inspect.signature(cls).parameters:
         arguments["weight_decay"] = 0.0  # the Group decays instead: error feedback would extrapolate this decay
-    return [Group("all", partial(cls, **arguments), **shared)]
+    return [*balance, (Group("all", partial(cls, **arguments), **shared), rate)]
 
 
 def adamw_predictor(section: OptimizerSection) -> str:
     return section.adamw_predictor or ("nesterov" if section.name == "adamw" else "last")
-
-
-def peak_rates(config: Config) -> dict[str, float]:
-    """Returns the peak learning rate of every group, by the names of `parameter_groups`."""
-    section, recipe = config.optimizer, RECIPES.get(config.optimizer.name)
-    rate, adamw_rate = peak_rates_of(section)
-    balance = {"balance": _balance_rate(section)} if has_experts(config) else {}
-    if leaves_rest_to_adamw(section):
-        return balance | {"matrices": rate, "rest": adamw_rate}
-    return balance | ({"matrices": rate, "rest": rate} if recipe else {"all": rate})
 
 
 def _recipe_optimizer(section: OptimizerSection) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:

@@ -12,10 +12,6 @@ from typing import Literal
 BUILTIN = "builtin"
 """The corpus that is always there."""
 
-MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.01, 1e6
-"""No stage is always faster than the one; the other is some eleven days: longer than anyone waits, and short enough for
-every clock it is handed to."""
-
 
 @dataclass(frozen=True)
 class ModelSection:

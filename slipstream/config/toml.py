@@ -17,7 +17,6 @@ from .rules import choose
 from .schema import Config
 
 
-# ---- reading and writing TOML
 def load_toml(path: Path) -> Config:
     try:
         tree = tomllib.loads(read_plain_file(path).decode())
@@ -66,17 +65,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {str(key): _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return _to_float(value, where)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ConfigError(f"{where} = {value} is too large: write a smaller number") from error
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
         return value
     raise ConfigError(f"{where} = {value!r} has the wrong type: write {wanted(hint)}")
-
-
-def _to_float(value: int, where: str) -> float:
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ConfigError(f"{where} = {value} is too large: write a smaller number") from error
 
 
 def wanted(hint: Any) -> str:

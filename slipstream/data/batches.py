@@ -37,7 +37,6 @@ class Batches:
     """
 
     tokens: Tokens
-    """Tokens to read from."""
     sequence_length: int
     """Number of tokens in each row."""
     microbatch_size: int
@@ -50,13 +49,6 @@ class Batches:
     """Sources to mix by weight, in the order of `tokens`. Empty: all tokens are one source."""
 
     def __post_init__(self) -> None:
-        _check_positive(
-            sequence_length=self.sequence_length,
-            microbatch_size=self.microbatch_size,
-            num_microbatches=self.num_microbatches,
-        )
-        for source in self._sources:
-            _check_window(source.num_tokens, self.sequence_length, "training", source.name)
         if self._first_tokens[-1] != len(self.tokens):
             raise DataError(
                 f"sources have {self._first_tokens[-1]} tokens, but there are {len(self.tokens)}: name all of them."
@@ -104,8 +96,6 @@ class Batches:
         if step < 0 or not 0 <= microbatch < self.num_microbatches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
         first = (step * self.num_microbatches + microbatch) * self.microbatch_size
-        if len(self._sources) == 1:
-            return self._order(0, first, self.microbatch_size).tolist()
         sources, ranks = turns(self._weights).of(first, self.microbatch_size)
         windows = np.empty_like(ranks)
         for source in np.unique(sources):
@@ -147,9 +137,7 @@ class ValidationBatches:
     """The validation data: `batches(index)` for index in range(len(batches))."""
 
     tokens: Tokens
-    """Tokens to read from."""
     sequence_length: int
-    """Number of tokens in each row."""
     microbatch_size: int
     """Number of rows in each batch."""
     parts: tuple[ValidationPart, ...]
@@ -193,31 +181,21 @@ def validation_batches(
     tokens: Tokens,
     sequence_length: int,
     microbatch_size: int,
-    max_batches: int | None = None,
+    max_batches: int,
     sources: Sequence[Source] = (),
     per_source: bool = False,
 ) -> ValidationBatches:
     """Returns batches that contain every held-out window once, in the order of the tokens.
 
-    max_batches: only the windows of the first `max_batches` batches are used. None means all. sources: mixed sources
-    whose held-out parts make up `tokens`. They are mixed by their weights as long as they have windows, so that the
-    first batches are like those of the training. per_source: the same windows, but each source is a part of its own, in
-    batches of its own.
+    max_batches: only the windows of the first `max_batches` batches are used. sources: mixed sources whose held-out
+    parts make up `tokens`. They are mixed by their weights as long as they have windows, so that the first batches are
+    like those of the training. per_source: the same windows, but each source is a part of its own, in batches of its
+    own.
     """
-    _check_positive(sequence_length=sequence_length, microbatch_size=microbatch_size)
-    if max_batches is not None:
-        _check_positive(max_batches=max_batches)
     parts = [source for source in sources if source.num_held_out] or [Source("", 1.0, 0, len(tokens))]
-    _check_window(max(part.num_held_out for part in parts), sequence_length, "validation")
-    most = max(_num_windows(part.num_held_out, sequence_length) for part in parts) * len(parts)
-    limit = most if max_batches is None else min(most, max_batches * microbatch_size)
-    if len(parts) == 1:
-        num_windows = min(_num_windows(len(tokens), sequence_length), limit)
-        starts: Sequence[int] = range(0, num_windows * sequence_length, sequence_length)
-    else:
-        starts = _mixed_starts(parts, sequence_length, limit)
+    starts = _mixed_starts(parts, sequence_length, max_batches * microbatch_size)
     chosen: tuple[ValidationPart, ...] = (ValidationPart("", starts),)
-    if per_source and len(parts) > 1:
+    if per_source:
         ends = list(accumulate(part.num_held_out for part in parts))
         by_source = [[start for start in starts if bisect_right(ends, start) == i] for i in range(len(parts))]
         chosen = tuple(ValidationPart(part.name, own) for part, own in zip(parts, by_source, strict=True) if own)
@@ -282,17 +260,3 @@ def _num_windows(num_tokens: int, sequence_length: int) -> int:
 def _read(tokens: Tokens, starts: Iterable[int], sequence_length: int) -> tuple[Tensor, Tensor]:
     rows = torch.from_numpy(np.stack([tokens.read(start, start + sequence_length + 1) for start in starts]))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def _check_positive(**fields: int) -> None:
-    for field, value in fields.items():
-        if value < 1:
-            raise DataError(f"{field} is {value}: set it to 1 or more.")
-
-
-def _check_window(num_tokens: int, sequence_length: int, part: str, source: str = "") -> None:
-    if num_tokens <= sequence_length:
-        raise DataError(
-            f"sequence_length is {sequence_length}, so one window takes {sequence_length + 1} tokens, but there are "
-            f"{num_tokens} for {part}{f' in {source!r}' if source else ''}: shorten it or give more data."
-        )

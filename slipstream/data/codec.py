@@ -1,4 +1,4 @@
-"""Turns text into the tokens of a corpus and back."""
+"""Turns the prompts of `evaluation.prompts` into tokens, and what the model adds to them into text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from .tokens import DataError
 
 
 class Codec:
-    def __init__(self, tokenizer: str, tokenizer_json: bytes | None, needed_by: str) -> None:
-        """tokenizer, tokenizer_json: name and file, as in `Corpus`. needed_by: name of the setting that needs it."""
+    def __init__(self, tokenizer: str, tokenizer_json: bytes | None) -> None:
+        """tokenizer, tokenizer_json: name and file, as in `Corpus`."""
         self._library = None
         if tokenizer == "bytes":
             return
         if tokenizer_json is None:
-            raise DataError(f"{needed_by} needs the tokenizer, which data.sources does not tell: leave it out.")
+            raise DataError("evaluation.prompts needs the tokenizer, which data.sources does not tell: leave it out.")
         try:
             import tokenizers
         except ImportError:
-            raise DataError(f"{needed_by} needs the tokenizers library: pip install 'slipstream[text]'.") from None
+            raise DataError(
+                "evaluation.prompts needs the tokenizers library: pip install 'slipstream[text]'."
+            ) from None
         self._library = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
 
     def encode(self, text: str) -> list[int]:

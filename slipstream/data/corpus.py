@@ -7,15 +7,17 @@ import os
 import sysconfig
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..config.files import read_plain_file
 from ..config.schema import BUILTIN, DataConfig
 from .mixture import Source, turns
-from .shards import DTYPES, read_shard, tokenizer_beside
+from .shards import SPLITS, ShardInfo, info_of, read_shard, tokenizer_beside
 from .text import (
     ENDS_OF_TEXT,
     SHARD_SUFFIX,
@@ -57,14 +59,12 @@ class Corpus:
     """Id that ends a document. None means that none does, or that it is unknown."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
+    """The ids of a shard, or of text."""
+
     ids: np.ndarray
-    vocab_size: int
-    tokenizer: str
-    held_out: bool = False
-    tokenizer_json: bytes | None = None
-    end_of_text: int | None = None
+    info: ShardInfo
+    tokenizer_json: bytes | None
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -74,70 +74,60 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     if not 0 <= config.validation_fraction < 1:
         raise DataError(f"data.validation_fraction is {config.validation_fraction}: set it to at least 0 and below 1.")
-    if config.token_dtype is not None and config.token_dtype not in DTYPES:
-        raise DataError(f"data.token_dtype is {config.token_dtype!r}: set it to one of {', '.join(DTYPES)}.")
     builtin = BUILTIN in config.sources
     if builtin and len(config.sources) > 1:
         raise DataError(f"data.sources is {list(config.sources)}, but {BUILTIN!r} stands alone: name one or the other.")
-
     _check_weights(config)
 
     together = [(source,) for source in config.sources] if config.weights else [config.sources]
     groups = [[] if builtin else expand(sources, "data.sources") for sources in together]
-    held_out_groups = [expand((source,), "data.validation_sources") for source in config.validation_sources]
-    held_out_files = [file for files in held_out_groups for file in files]
-    _check_groups(groups, "under two weights: leave it in one source")
-    _check_groups(held_out_groups, "twice: name it once", "data.validation_sources")
-    _check_files([file for files in groups for file in files], held_out_files, builtin)
+    named_groups = [expand((source,), "data.validation_sources") for source in config.validation_sources]
+    _check_groups(groups, "data.sources", "under two weights: leave it in one source")
+    _check_groups(named_groups, "data.validation_sources", "twice: name it once")
+    _check_files(list(chain(*groups)), list(chain(*named_groups)), builtin)
     divided = [_read_builtin(config) if builtin else _read_files(files, config) for files in groups]
-    held_out_divided = [
-        [replace(part, held_out=True) for part in _read_files(files, config)] for files in held_out_groups
-    ]
-    held_out_parts = [part for parts in held_out_divided for part in parts]
-    every = [part for parts in divided for part in parts] + held_out_parts
+    named_divided = [_read_files(files, config) for files in named_groups]
+    every = list(chain(*divided, *named_divided))
 
-    if len(tokenizers := sorted({part.tokenizer for part in every})) > 1:
+    if len(tokenizers := sorted({part.info.tokenizer for part in every})) > 1:
         raise DataError(f"data.sources mixes ids made by {' and '.join(tokenizers)}: keep to one tokenizer.")
-    largest = max(part.vocab_size for part in every)
+    vocab_size = max(part.info.vocab_size for part in every)
 
-    named = Tokens(tuple(part.ids for part in held_out_parts))
+    named = Tokens(tuple(part.ids for part in chain(*named_divided)))
     if config.validation_sources and not len(named):
         raise DataError(
             f"data.validation_sources is {list(config.validation_sources)}, which holds no text: give some."
         )
     splits = []
     for sources, parts in zip(together, divided, strict=True):
-        train = Tokens(tuple(part.ids for part in parts if not part.held_out))
-        held_out = Tokens(() if len(named) else tuple(part.ids for part in parts if part.held_out))
+        train, held_out = (Tokens(tuple(part.ids for part in parts if part.info.split == split)) for split in SPLITS)
         if not len(named) and not len(held_out):
             train, held_out = train.split(len(train) - num_held_out(len(train), config.validation_fraction))
         if not len(train):
             raise DataError(f"data.sources is {list(sources)}, which holds no text to train on: give some.")
         splits.append((train, held_out))
-    kept = next((part.tokenizer_json for part in every if part.tokenizer_json is not None), None)
+    tokenizer_json = next((part.tokenizer_json for part in every if part.tokenizer_json is not None), None)
     return Corpus(
-        Tokens(tuple(part for train, _ in splits for part in train.parts)),
-        named if len(named) else Tokens(tuple(part for _, held_out in splits for part in held_out.parts)),
-        largest,
+        Tokens(tuple(ids for train, _ in splits for ids in train.parts)),
+        named if len(named) else Tokens(tuple(ids for _, held_out in splits for ids in held_out.parts)),
+        vocab_size,
         tokenizers[0],
-        kept,
-        tuple(
-            Source(name, weight, len(train), len(held_out))
-            for name, weight, (train, held_out) in zip(config.sources, config.weights, splits, strict=True)
-        )
-        if config.weights
-        else (),
+        tokenizer_json,
+        tuple(  # empty without weights
+            Source(name, weight, len(train), 0 if len(named) else len(held_out))
+            for name, weight, (train, held_out) in zip(config.sources, config.weights, splits, strict=False)
+        ),
         tuple(
             Source(name, 1.0, 0, sum(len(part.ids) for part in parts))
-            for name, parts in zip(config.validation_sources, held_out_divided, strict=True)
+            for name, parts in zip(config.validation_sources, named_divided, strict=True)
         ),
-        _end_of_text(every, config, kept, largest),
+        _end_of_text(every, config, tokenizer_json, vocab_size),
     )
 
 
 def _end_of_text(parts: list[_Part], config: DataConfig, tokenizer_json: bytes | None, vocab_size: int) -> int | None:
     """Returns the id that ends a document. Shards may not tell it: then the configuration or the tokenizer does."""
-    known = {part.end_of_text for part in parts if part.end_of_text is not None}
+    known = {part.info.end_of_text for part in parts if part.info.end_of_text is not None}
     if len(known) > 1:
         raise DataError(f"data.sources ends documents with the tokens {sorted(known)}: prepare them alike.")
     if known or not config.separate_documents:
@@ -171,7 +161,7 @@ def _check_weights(config: DataConfig) -> None:
     turns(config.weights)  # raises an error if they cannot be used
 
 
-def _check_groups(groups: list[list[Path]], fault: str, field: str = "data.sources") -> None:
+def _check_groups(groups: list[list[Path]], field: str, fault: str) -> None:
     seen: set[Path] = set()
     for files in groups:
         own = {file.resolve() for file in files}
@@ -196,13 +186,8 @@ def _read_files(files: list[Path], config: DataConfig) -> list[_Part]:
         tokenizer = load_tokenizer(config.tokenizer, "data.", config.end_of_text)
         pieces = (piece for file in files for piece in read_pieces(file, config.text_field))
         return [_encode(pieces, tokenizer)]
-    parts = []
-    for file in files:
-        ids, info = read_shard(file, config.token_dtype)
-        kept = _tokenizer_of(file, info.tokenizer)
-        is_held_out = info.split == "validation"
-        parts.append(_Part(ids, info.vocab_size, info.tokenizer, is_held_out, kept, info.end_of_text))
-    return parts
+    shards = ((file, *read_shard(file, config.token_dtype)) for file in files)
+    return [_Part(ids, info, _tokenizer_of(file, info.tokenizer)) for file, ids, info in shards]
 
 
 def _tokenizer_of(shard: Path, name: str) -> bytes | None:
@@ -213,17 +198,16 @@ def _tokenizer_of(shard: Path, name: str) -> bytes | None:
     return None
 
 
-def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, held_out: bool = False) -> _Part:
-    ids = [ids for ids, _ in encode(pieces, tokenizer)]
-    joined = np.concatenate(ids) if ids else np.empty(0, dtype=tokenizer.dtype)
-    return _Part(joined, tokenizer.vocab_size, tokenizer.name, held_out, tokenizer.source, tokenizer.end_of_text)
+def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, split: str = "train") -> _Part:
+    ids = np.concatenate([np.empty(0, dtype=tokenizer.dtype), *(ids for ids, _ in encode(pieces, tokenizer))])
+    return _Part(ids, info_of(tokenizer, len(ids), split), tokenizer.source)
 
 
 def _read_builtin(config: DataConfig) -> list[_Part]:
     """Reads Python's standard library. Every file is a document. A hash of its name decides whether a file is held
     out."""
     tokenizer = load_tokenizer(config.tokenizer, "data.", config.end_of_text)
-    pieces: dict[bool, list[Piece]] = {False: [], True: []}
+    pieces: dict[str, list[Piece]] = {split: [] for split in SPLITS}
     total = 0
     for name, path in _builtin_files():
         source = path.read_bytes()
@@ -231,9 +215,9 @@ def _read_builtin(config: DataConfig) -> list[_Part]:
         if total > _BUILTIN_BYTES:
             break
         share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
-        held_out = share < config.validation_fraction
-        pieces[held_out].append(Piece(source.decode(errors="replace"), True, total))
-    return [_encode(pieces[held_out], tokenizer, held_out) for held_out in pieces]
+        split = "validation" if share < config.validation_fraction else "train"
+        pieces[split].append(Piece(source.decode(errors="replace"), True, total))
+    return [_encode(pieces[split], tokenizer, split) for split in SPLITS]
 
 
 def _builtin_files() -> list[tuple[str, Path]]:

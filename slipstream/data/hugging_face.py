@@ -6,49 +6,20 @@ the dataset is neither downloaded as a whole nor held in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ..config.files import expand_home
-from .parquet import check_column
-from .text import HUB_PREFIX, Piece
+from .parquet import check_column, rows_with_text
+from .text import HUB_PREFIX, Piece, Text
 from .tokens import DataError
 
 _BATCH_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class HubSplit:
-    """One split of a dataset, of which nothing has been read."""
-
-    source: str
-    """What the user wrote: "hf:" and the name."""
-    rows: Any
-    """The split itself, as datasets loads it."""
-    num_rows: int | None
-    """Number of rows, if the dataset tells it."""
-
-    def read(self, text_field: str) -> Iterator[Piece]:
-        """Yields the text of every row that has some. The position of a piece is the number of rows so far."""
-        row = 0
-        with _refused(self.source):
-            for table in self.rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-                check_column(self.source, table.schema, text_field)
-                for text in table.column(text_field).to_pylist():
-                    row += 1
-                    if text is None:
-                        raise DataError(
-                            f"{self.source!r} row {row} has no text in the column {text_field!r}: set text_field to "
-                            "one that has."
-                        )
-                    if text:
-                        yield Piece(text, True, row)
-
-
-def open_hub(source: str, config: str | None) -> Callable[[str, str], HubSplit]:
-    """Opens a dataset, and returns a function from the name of a split, and of the setting that names it, to the split.
+def open_hub(source: str, config: str | None) -> Mapping[str, Any]:
+    """Opens a dataset, and returns its splits by name. Nothing of them has been read.
 
     config: the name of a configuration (a subset) of the dataset. None means the only one that there is.
     """
@@ -67,18 +38,28 @@ def open_hub(source: str, config: str | None) -> Callable[[str, str], HubSplit]:
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(str(path) if path.exists() else name, config, streaming=True)
-        splits: Mapping[str, Any] = found if isinstance(found, Mapping) else {str(found.split or "train"): found}
+        return found if isinstance(found, Mapping) else {str(found.split or "train"): found}
 
-    def split(wanted: str, field: str) -> HubSplit:
-        if wanted not in splits:
-            raise DataError(
-                f"{field} is {wanted!r}, which {source!r} does not have: set it to one of {', '.join(splits)}."
-            )
-        rows = splits[wanted]
-        described = (rows.info.splits or {}).get(wanted)
-        return HubSplit(source, rows, described.num_examples if described else None)
 
-    return split
+def hub_text(source: str, splits: Mapping[str, Any], name: str, field: str, text_field: str) -> Text:
+    """Returns the text of a split, of which nothing has been read. field: the setting that names the split."""
+    if name not in splits:
+        raise DataError(f"{field} is {name!r}, which {source!r} does not have: set it to one of {', '.join(splits)}.")
+    described = (splits[name].info.splits or {}).get(name)
+    return Text(_read(source, splits[name], text_field), described.num_examples if described else None)
+
+
+def _read(source: str, rows: Any, text_field: str) -> Iterator[Piece]:
+    """Yields the text of every row of a split that has some. The position of a piece is the number of rows so far."""
+
+    def columns() -> Iterator[Any]:
+        for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+            check_column(source, table.schema, text_field)
+            yield table.column(text_field)
+
+    with _refused(source):
+        for row, text in rows_with_text(columns(), source, text_field):
+            yield Piece(text, True, row)
 
 
 @contextmanager

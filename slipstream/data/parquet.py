@@ -5,7 +5,7 @@ A file is read one row group at a time and only in the column of the text, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,26 @@ def check_parquet(path: Path, text_field: str) -> None:
 
 def read_parquet(path: Path, text_field: str) -> Iterator[Piece]:
     """Yields the text of every row that has some. The position of a piece counts bytes in proportion to rows."""
-    row, size = 0, path.stat().st_size
+    size = path.stat().st_size
     with _opened(path, text_field) as file:
-        num_rows = file.metadata.num_rows
-        for group in range(file.num_row_groups):
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    if text is None:
-                        raise DataError(
-                            f"{str(path)!r} row {row} has no text in the column {text_field!r}: write it there, or set "
-                            "text_field."
-                        )
-                    if text:
-                        yield Piece(text, True, size * row // num_rows)
+        columns = (
+            batch.column(0)
+            for group in range(file.num_row_groups)
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_field])
+        )
+        for row, text in rows_with_text(columns, str(path), text_field):
+            yield Piece(text, True, size * row // file.metadata.num_rows)
+
+
+def rows_with_text(columns: Iterable[Any], source: str, text_field: str) -> Iterator[tuple[int, str]]:
+    """Yields the number of every row that has some text, counted from 1, and the text."""
+    for row, text in enumerate((text for column in columns for text in column.to_pylist()), start=1):
+        if text is None:
+            raise DataError(
+                f"{source!r} row {row} has no text in the column {text_field!r}: set text_field to one that has."
+            )
+        if text:
+            yield row, text
 
 
 @contextmanager

@@ -9,20 +9,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from ..config.files import expand_home
-from .hugging_face import HubSplit, open_hub
+from .hugging_face import hub_text, open_hub
 from .parquet import check_parquet, read_parquet
-from .shards import DTYPES, SPLITS, ShardInfo, sidecar, tokenizer_beside, write_sidecar
+from .shards import DTYPES, SPLITS, info_of, sidecar, tokenizer_beside, write_sidecar
 from .text import (
     HUB_PREFIX,
     PARQUET_SUFFIX,
     SHARD_SUFFIX,
     TEXT_SUFFIXES,
     Piece,
+    Text,
     Tokenizer,
     encode,
     expand,
@@ -105,31 +105,34 @@ def prepare(
     if stale and not overwrite:
         raise DataError(f"output_prefix would overwrite {str(stale[0])!r}: choose another, or allow overwriting.")
     chosen = load_tokenizer(tokenizer, end_of_text=end_of_text)
-    for path in paths:
-        if path.suffix == PARQUET_SUFFIX:
-            check_parquet(path, text_field)
+    texts: list[Text] = []
+    held_out: list[Text] = []
     if from_hub:
-        opened = [open_hub(source, config) for source in sources]
-        texts = [_of_split(find(split, "split"), text_field) for find in opened]
-        wanted = [find(validation_split, "validation_split") for find in opened] if validation_split else []
-        held_out = [_of_split(found, text_field) for found in wanted]
+        opened = [(source, open_hub(source, config)) for source in sources]
+        texts = [hub_text(*each, split, "split", text_field) for each in opened]
+        if validation_split is not None:
+            held_out = [hub_text(*each, validation_split, "validation_split", text_field) for each in opened]
     else:
-        texts, held_out = [_of_file(path, text_field) for path in paths], []
+        for path in paths:
+            if path.suffix == PARQUET_SUFFIX:
+                check_parquet(path, text_field)
+            read = read_parquet if path.suffix == PARQUET_SUFFIX else read_pieces
+            texts.append(Text(read(path, text_field), path.stat().st_size))
 
     with _folder(prefix.parent), tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as folder:
         stream = Path(folder) / "stream"
         num_documents = 0
 
-        def counted(text: _Text) -> Iterator[Piece]:
+        def counted(pieces: Iterator[Piece]) -> Iterator[Piece]:
             nonlocal num_documents
-            for piece in text.pieces:
+            for piece in pieces:
                 num_documents += piece.ends_document
                 yield piece
 
         written = [0, 0]
         with stream.open("wb") as file:
             for index, part in enumerate((texts, held_out)):
-                watched = [text._replace(pieces=counted(text)) for text in part]
+                watched = [Text(counted(text.pieces), text.size) for text in part]
                 for ids in _tokens(watched, chosen, max_tokens, progress):
                     ids.astype(DTYPES[chosen.dtype], copy=False).tofile(file)
                     written[index] += len(ids)
@@ -146,8 +149,7 @@ def prepare(
                 shard = Path(folder) / f"{prefix.name}.{name}.{number:05d}{SHARD_SUFFIX}"
                 content = ids[start : start + shard_tokens]
                 content.tofile(shard)
-                info = ShardInfo(chosen.dtype, chosen.vocab_size, len(content), chosen.name, name, chosen.end_of_text)
-                write_sidecar(shard, info)
+                write_sidecar(shard, info_of(chosen, len(content), name))
                 names.append(shard.name)
 
         kept = tokenizer_beside(prefix.parent / names[0])
@@ -174,25 +176,8 @@ def prepare(
     return [prefix.parent / name for name in names]
 
 
-class _Text(NamedTuple):
-    """A file, or a split of a dataset."""
-
-    pieces: Iterator[Piece]
-    size: int | None
-    """Where the position of the pieces ends. None means that it is unknown."""
-
-
-def _of_file(path: Path, text_field: str) -> _Text:
-    read = read_parquet if path.suffix == PARQUET_SUFFIX else read_pieces
-    return _Text(read(path, text_field), path.stat().st_size)
-
-
-def _of_split(split: HubSplit, text_field: str) -> _Text:
-    return _Text(split.read(text_field), split.num_rows)
-
-
 def _tokens(
-    texts: Sequence[_Text],
+    texts: Sequence[Text],
     tokenizer: Tokenizer,
     max_tokens: float | None,
     progress: Callable[[int, int | None], None] | None,

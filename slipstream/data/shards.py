@@ -15,6 +15,7 @@ import numpy as np
 
 from ..config.files import read_plain_file
 from .foreign_shards import INDEX_SUFFIX, ForeignShard, foreign_shard
+from .text import Tokenizer
 from .tokens import DataError
 
 DTYPES: dict[str, np.dtype] = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -38,6 +39,11 @@ class ShardInfo:
     """Part of the corpus: "train", or "validation" for ids that are held out."""
     end_of_text: int | None = None
     """Id that ends a document. None means that none does, or that it is unknown."""
+
+
+def info_of(tokenizer: Tokenizer, num_tokens: int, split: str) -> ShardInfo:
+    """Describes ids that a tokenizer made."""
+    return ShardInfo(tokenizer.dtype, tokenizer.vocab_size, num_tokens, tokenizer.name, split, tokenizer.end_of_text)
 
 
 def sidecar(shard: Path) -> Path:

@@ -62,7 +62,15 @@ class Piece(NamedTuple):
     text: str
     ends_document: bool
     position: int
-    """Number of bytes of the file read so far."""
+    """Number of bytes of the file, or of rows of the dataset, read so far."""
+
+
+class Text(NamedTuple):
+    """A file, or a split of a dataset, of which nothing has been read."""
+
+    pieces: Iterator[Piece]
+    size: int | None
+    """Position of the last piece. None means that it is unknown."""
 
 
 def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = None) -> Tokenizer:
@@ -82,6 +90,12 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
             )
         end = 0 if end_of_text is None else None
         return Tokenizer("bytes", 256, end, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError(
+            f"{field} is {tokenizer!r}, which needs the tokenizers library: pip install 'slipstream[text]'."
+        ) from None
     path = _download(tokenizer, field) if tokenizer.startswith(HUB_PREFIX) else expand_home(tokenizer)
     if path.is_dir():
         path /= "tokenizer.json"
@@ -89,12 +103,6 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
             raise DataError(f"{field} is {tokenizer!r}, a folder without a tokenizer.json: give one that has it.")
     if not path.is_file():
         raise DataError(f'{field} is {tokenizer!r}, which does not exist: give "bytes" or a tokenizer.json.')
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError(
-            f"{field} is {tokenizer!r}, which needs the tokenizers library: pip install 'slipstream[text]'."
-        ) from None
     try:
         library = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
@@ -117,12 +125,8 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
 
 def _download(tokenizer: str, field: str) -> Path:
     """Returns the tokenizer.json of a model of the Hub, from the cache if it is there."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise DataError(
-            f"{field} is {tokenizer!r}, which needs the tokenizers library: pip install 'slipstream[text]'."
-        ) from None
+    import huggingface_hub  # the tokenizers library needs it too
+
     try:
         return Path(huggingface_hub.hf_hub_download(tokenizer.removeprefix(HUB_PREFIX), "tokenizer.json"))
     except Exception as error:  # of the name, the Hub or the network

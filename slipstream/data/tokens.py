@@ -9,8 +9,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from ..errors import UsageError
 
-class DataError(ValueError):
+
+class DataError(UsageError):
     """Raised for a mistake in the data or its settings, with one sentence: the field or file, its value, the remedy."""
 
 

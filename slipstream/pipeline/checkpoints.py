@@ -7,6 +7,8 @@ is not drained. A checkpoint is complete when the parts of all stages for update
 from __future__ import annotations
 
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import CheckpointError, Part, Store, Writer
+from ..checkpoint import CheckpointError, Part, Store
 from ..checkpoint.reading import FOLDER_NAME, state_of
 from ..checkpoint.stage_state import StageState
 from ..transport.base import Transport, gather_objects
@@ -23,7 +25,10 @@ from .pipeline import Pipeline
 
 
 class StageWriter:
-    """Writes the part of every checkpoint that one process has, in the background."""
+    """Writes the part of every checkpoint that one process has, in a background thread, one at a time.
+
+    Problems with a disk do not reach training: the writer reports them in one sentence, and the step has no checkpoint.
+    """
 
     def __init__(
         self, pipeline: Pipeline, store: Store, say: Callable[[str], None], facts: Mapping[str, Any] | None = None
@@ -31,63 +36,75 @@ class StageWriter:
         """facts: data in JSON that every checkpoint holds in addition to the state."""
         transport = pipeline.transport
         self.pipeline: Pipeline | None = pipeline
-        self.is_writing = transport.replica == 0 or pipeline.is_sharded
-        """Whether this process has a part at all. Replicas have the same weights, so one of them saves."""
         self.latest: int | None = None
         """Latest step whose checkpoint was started."""
-        replica = f".replica-{transport.replica}" if pipeline.is_sharded else ""
-        self._name = f"stage-{transport.stage}{replica}"
-        self._facts = dict(facts or {})
-        num_parts = transport.num_stages * (transport.num_replicas if pipeline.is_sharded else 1)
-        self._writer = Writer(store, num_parts, say)
+        self.has_failed = False
+        """Whether the latest checkpoint could not be written. Ask when the writer is not busy."""
+        self._store, self._say, self._facts = store, say, dict(facts or {})
+        self._is_writing = transport.replica == 0 or pipeline.is_sharded
+        """Whether this process has a part at all. Replicas have the same weights, so one of them saves."""
+        self._part_name = f"stage-{transport.stage}" + (f".replica-{transport.replica}" if pipeline.is_sharded else "")
+        self._num_parts = transport.num_stages * (transport.num_replicas if pipeline.is_sharded else 1)
         self._copies: Mapping[str, Tensor] = {}
-        """Copies of the state, whose memory is reused from one checkpoint to the next. The writer uses them while it is
+        """Copies of the state, whose memory is reused from one checkpoint to the next. The thread uses them while it is
         busy."""
-
-    def save(self, step: int) -> None:
-        """Starts to write the state after update `step`. Skips it if the previous one is still being written."""
-        if not self.is_writing:
-            return
-        if self._writer.is_busy:
-            self._writer.leave_out(step)
-            return
-        assert self.pipeline is not None, "this writer has retired"
-        take = self.pipeline.snapshot(self._copies)
-
-        def make() -> Part:
-            state = take()
-            if self.pipeline is not None:
-                self._copies = state.tensors
-            return Part(self._name, state.tensors, {**self._facts, "state": state.facts})
-
-        if self._writer.submit(step, make):
-            self.latest = step
-
-    def leave_out(self, step: int) -> None:
-        """Skips a checkpoint because another process is busy."""
-        if self.is_writing:
-            self._writer.leave_out(step)
+        self._thread: threading.Thread | None = None
+        self._began = 0.0
+        self._has_left_out = False
 
     @property
     def is_busy(self) -> bool:
-        return self._writer.is_busy
+        return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the latest checkpoint could not be written. Ask when the writer is not busy."""
-        written = self._writer.last_written
-        return self.latest is not None and (written is None or written.step != self.latest)
+    def save(self, step: int) -> None:
+        """Starts to write the state after update `step`. Skips it if the previous one is still being written."""
+        if not self._is_writing:
+            return
+        if self.is_busy:
+            self.leave_out(step)
+            return
+        assert self.pipeline is not None, "this writer has retired"
+        take = self.pipeline.snapshot(self._copies)
+        self.latest, self.has_failed, self._began = step, True, time.perf_counter()
+        # The thread is a daemon: a process that fails must not wait for a copy from a device that is gone.
+        self._thread = threading.Thread(target=self._write, args=(step, take), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def leave_out(self, step: int) -> None:
+        """Skips a checkpoint, because this process or another one is still writing the previous one. Reports only the
+        first time."""
+        if not self._is_writing or self._has_left_out:
+            return
+        self._has_left_out = True
+        since = f" has been under way for {time.perf_counter() - self._began:.1f} s" if self.is_busy else " is not done"
+        self._say(
+            f"step {step} has no checkpoint, for that of step {self.latest}{since}: the disk is slower than "
+            "checkpoints are asked for, save less often (further ones are left out silently)"
+        )
+
+    def _write(self, step: int, take: Callable[[], StageState]) -> None:
+        try:
+            state = take()
+            if self.pipeline is not None:
+                self._copies = state.tensors
+            part = Part(self._part_name, state.tensors, {**self._facts, "state": state.facts})
+            is_whole = self._store.write(step, part, self._num_parts)
+            self.has_failed = False
+            if is_whole:
+                self._say(f"saved step {step} in {time.perf_counter() - self._began:.1f} s")
+        except CheckpointError as error:
+            self._say(f"step {step} has no checkpoint: {error}")
+        except Exception as error:  # an error of the copy, which would otherwise go unnoticed
+            self._say(f"step {step} has no checkpoint: {type(error).__name__}: {' '.join(str(error).split())}")
 
     def wait(self) -> None:
-        self._writer.wait()
+        """Waits until the write in progress is complete."""
+        if self._thread is not None:
+            self._thread.join()
 
     def retire(self) -> None:
         """Releases the pipeline and all copies of its state. A write in progress continues."""
         self.pipeline, self._copies = None, {}
-
-    def close(self) -> None:
-        """Waits until the write in progress is complete, and closes the writer."""
-        self._writer.close()
 
 
 class Checkpoints:
@@ -141,7 +158,7 @@ class Checkpoints:
         checkpoint if that is still being written."""
         if self._writer is None or self._writer.pipeline is not pipeline:
             if self._writer is not None:
-                self._writer.close()
+                self._writer.wait()
             self._writer = StageWriter(pipeline, self._store, self._say)
         self._writer.wait()
         if self._writer.latest != pipeline.num_updates:
@@ -152,7 +169,7 @@ class Checkpoints:
         one of them could not write its part."""
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()
+            writer.wait()
         if self._sum(int(writer is not None and writer.has_failed)):
             raise CheckpointError(f"the last checkpoint is not complete in {self._store.folder}: a stage said why")
 
@@ -165,7 +182,7 @@ class Checkpoints:
         if error is None:
             self.close()
         elif self._writer is not None:
-            self._writer.close()
+            self._writer.wait()
 
     @property
     def _is_first(self) -> bool:

@@ -210,14 +210,14 @@ def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches,
     )
     if not config.evaluation.batches:
         return batches, None
+    per_source = config.evaluation.per_source
+    parts = corpus.held_out_sources if per_source and corpus.held_out_sources else corpus.sources
     _check_window(
-        max((source.num_held_out for source in corpus.sources), default=0) or len(corpus.validation),
+        max((source.num_held_out for source in parts), default=0) or len(corpus.validation),
         "validation",
         length,
         "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
     )
-    per_source = config.evaluation.per_source
-    parts = corpus.held_out_sources if per_source and corpus.held_out_sources else corpus.sources
     held_out = validation_batches(
         corpus.validation, length, size, config.evaluation.batches, parts, per_source=per_source
     )
@@ -241,7 +241,7 @@ def _samples(config: Config, model: ModelSpec, corpus: Corpus) -> Samples | None
             f"evaluation.prompts need stages that hold the same number of updates, and those of {name} do not: leave "
             "them out, or set pipeline.schedule = 'two_bw'"
         )
-    codec = Codec(corpus.tokenizer, corpus.tokenizer_json, "evaluation.prompts")
+    codec = Codec(corpus.tokenizer, corpus.tokenizer_json)
     encoded = tuple(tuple(codec.encode(prompt)) for prompt in prompts)
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids or max(ids) >= model.vocab_size:

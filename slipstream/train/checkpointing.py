@@ -100,10 +100,9 @@ class Saver:
         pipeline: Pipeline,
         store: Store,
         say: Callable[[str], None],
-        corpus: Mapping[str, Any] | None = None,
+        corpus: Mapping[str, Any],
     ) -> None:
-        """corpus: facts that identify the training data (see `corpus_facts`). None means that the checkpoint stores
-        none."""
+        """corpus: facts that identify the training data (see `corpus_facts`)."""
         self._every = config.checkpoint.every_steps
         self._at_end = config.checkpoint.at_end
         facts = {
@@ -112,7 +111,7 @@ class Saver:
             "corpus": corpus,
             "base": base_facts(model),
         }
-        self._writer = StageWriter(pipeline, store, say, facts)
+        self.writer = StageWriter(pipeline, store, say, facts)
         self._is_owed = False
         schedule = pipeline.schedule
         self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
@@ -131,34 +130,20 @@ class Saver:
         is_due = is_asked or (self._every > 0 and done % self._every == 0)
         if not report.busy and (is_due or self._is_owed):
             self._is_owed = False
-            self._writer.save(done)
+            self.writer.save(done)
         elif is_due:
             # All processes skip this checkpoint: a step that only some processes save is no checkpoint. If each process
             # skipped it on its own, and they were busy at different times, no checkpoint would ever be complete. A
             # checkpoint that was requested is saved later.
             self._is_owed = self._is_owed or is_asked
-            self._writer.leave_out(done)
+            self.writer.leave_out(done)
 
-    @property
-    def is_busy(self) -> bool:
-        return self._writer.is_busy
-
-    def finish(self, was_stopped: bool) -> None:
+    def finish(self, pipeline: Pipeline) -> None:
         """Saves the last checkpoint of a run, if it is wanted and not yet saved, and waits until it is written.
 
         Other processes may still be writing their parts.
         """
-        assert self._writer.pipeline is not None, "this saver has retired"
-        done = self._writer.pipeline.num_updates
-        self._writer.wait()
-        if (self._at_end or was_stopped) and self._writer.latest != done:
-            self._writer.save(done)
-        self.close()
-
-    def retire(self) -> None:
-        """Releases the pipeline and all copies of its state. A write in progress continues."""
-        self._writer.retire()
-
-    def close(self) -> None:
-        """Waits until the write in progress is complete, and closes the writer."""
-        self._writer.close()
+        self.writer.wait()
+        if (self._at_end or pipeline.was_stopped) and self.writer.latest != pipeline.num_updates:
+            self.writer.save(pipeline.num_updates)
+        self.writer.wait()

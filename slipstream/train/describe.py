@@ -38,8 +38,14 @@ def notes(config: Config) -> Iterator[str]:
 
     Call this before `settled`, which fills in the fields that were left out.
     """
-    yield from _unused_rate(config)
-    yield from _unused_gpus(config)
+    rate, name = config.optimizer.adamw_learning_rate, config.optimizer.name
+    if rate is not None and not leaves_rest_to_adamw(config.optimizer):
+        yield f"optimizer.adamw_learning_rate = {rate:g} is not used: {name} takes all parameters by itself"
+    if config.train.device == "auto" and settled(config).train.device == "cpu" and torch.cuda.is_available():
+        yield (
+            f"training on the CPU: {num_gpus_wanted(config)} stages want a GPU each, and there are "
+            f"{torch.cuda.device_count()}; pipeline.transport = 'thread' puts them on one"
+        )
     yield from _initial_model(config)
 
 
@@ -79,12 +85,6 @@ def _times(times: float, num_tokens: int, whose: str = "") -> str:
     return f"{times:.1%} of {tokens}" if times < 1 else f"{tokens} {times:,.1f} times"
 
 
-def _unused_rate(config: Config) -> Iterator[str]:
-    rate, section = config.optimizer.adamw_learning_rate, config.optimizer
-    if rate is not None and not leaves_rest_to_adamw(section):
-        yield f"optimizer.adamw_learning_rate = {rate:g} is not used: {section.name} takes all parameters by itself"
-
-
 def _initial_model(config: Config) -> Iterator[str]:
     """Says where a model that the run starts from does not suit the rest of the configuration."""
     folder, name = expand_home(config.model.initial), config.optimizer.name
@@ -103,11 +103,3 @@ def _initial_model(config: Config) -> Iterator[str]:
         is_text = not any(source.endswith(".bin") for source in config.data.sources)
         if is_text and not own:
             yield f"data.tokenizer = 'bytes' is not the tokenizer of the model: set data.tokenizer = {str(folder)!r}"
-
-
-def _unused_gpus(config: Config) -> Iterator[str]:
-    if config.train.device == "auto" and settled(config).train.device == "cpu" and torch.cuda.is_available():
-        yield (
-            f"training on the CPU: {num_gpus_wanted(config)} stages want a GPU each, and there are "
-            f"{torch.cuda.device_count()}; pipeline.transport = 'thread' puts them on one"
-        )

@@ -30,6 +30,7 @@ from ..observe.status_file import status_file
 from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
 from ..observe.torch_profile import TorchProfile
 from ..pipeline import Evaluation, EvaluationPart, EvaluationReport, Pipeline, Requests, StepReport
+from ..pipeline.checkpoints import StageWriter
 from ..pipeline.weight_versions import cast_frozen
 from ..transport.base import Transport
 from ..transport.world import World
@@ -44,11 +45,11 @@ from .run_folder import run_folder
 class LaunchFacts:
     """Facts that all processes of a launch must agree on."""
 
-    attempt: str | None = None
+    attempt: str
     """Identifier of this launch. See `Store`."""
-    resumed_at: int | None = None
+    resumed_at: int | None
     """Step of the checkpoint from which the run resumes. None means that the run starts from the beginning."""
-    is_over: bool = False
+    is_over: bool
     """Whether the run is already finished, so that nothing is left to do."""
 
     def as_first(self, world: World) -> LaunchFacts:
@@ -84,7 +85,8 @@ def train_process(world: World, config: Config, facts: LaunchFacts, signals: Sig
         run.reshapes += reshaping.settle(phase)
         phase.end = None if pipeline is None else train_stage(run, phase, pipeline)
         del pipeline  # frees its memory as soon as its state has been moved
-    run.finish_writing()
+    for writer in run.writers:
+        writer.wait()
 
 
 @dataclass
@@ -101,29 +103,25 @@ class Run:
     """Step at which the run started or resumed."""
     started: float = field(default_factory=time.perf_counter)
     reshapes: list[dict[str, Any]] = field(default_factory=list)
-    savers: list[Saver] = field(default_factory=list)
-    """Savers of all layouts so far. The saver of a layout may still be writing when the next layout starts."""
+    writers: list[StageWriter] = field(default_factory=list)
+    """Writers of all layouts so far. That of a layout may still be writing when the next layout starts."""
 
     def requests(self) -> Requests:
         return self.signals()._replace(
-            busy=any(saver.is_busy for saver in self.savers),
+            busy=any(writer.is_busy for writer in self.writers),
             pause=self.commands is not None and self.commands.look(),
         )
 
     def make_pipeline(self, phase: Phase) -> Pipeline:
-        config, layout, start = phase.layout.applied(self.config), phase.layout, phase.take_start()
+        config, start = phase.layout.applied(self.config), phase.take_start()
         assert phase.transport is not None, "an idle process has no pipeline"
         if config.train.device == "cpu" and config.pipeline.transport == "process":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // layout.size))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // phase.layout.size))
         following = next_layout_change(self.config, 0 if start is None else start.step)
         until = None if following is None else following.step
         return make_pipeline(
             phase.transport, config, phase.components, self.requests, start, self.sync_start_steps, until
         )
-
-    def finish_writing(self) -> None:
-        for saver in self.savers:
-            saver.close()
 
 
 def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None:
@@ -153,9 +151,8 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             bits_per_byte=None if text is None else text.bits_per_byte,
             screen=screen,
         )
-    corpus = corpus_facts(components.batches)
-    saver = Saver(run.config, components.model, pipeline, run.store, screen.print, corpus)
-    run.savers.append(saver)
+    saver = Saver(run.config, components.model, pipeline, run.store, screen.print, corpus_facts(components.batches))
+    run.writers.append(saver.writer)
     delays: list[int] = []
     losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
     val_loss: float | None = None
@@ -185,9 +182,9 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         seconds = metrics.close() if metrics else 0.0
         profile.close()
     if pipeline.end != config.train.steps and not pipeline.was_stopped:
-        saver.retire()
+        saver.writer.retire()
         return pipeline.state()
-    saver.finish(pipeline.was_stopped)
+    saver.finish(pipeline)
     stages = gather_stages(transport, pipeline, delays, config)
     if metrics:
         if run.reshapes:  # the metrics cover the last layout only
@@ -231,7 +228,7 @@ def _details(config: Config, components: Components, report: EvaluationReport) -
         names = [part.name for part in components.validation.parts]
         details["val_losses"] = dict(zip(names, report.part_losses, strict=True))
     if report.samples:
-        codec = Codec(components.tokenizer, components.tokenizer_json, "evaluation.prompts")
+        codec = Codec(components.tokenizer, components.tokenizer_json)
         details["samples"] = [
             {"prompt": prompt, "text": codec.decode(ids)}
             for prompt, ids in zip(config.evaluation.prompts, report.samples, strict=True)

@@ -12,7 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.stage_state import StageState
-from ..config.layout import Layout, check_changeable, layout_changes, next_layout_change, num_processes
+from ..config.layout import Layout, LayoutChange, check_changeable, layout_changes, next_layout_change, num_processes
 from ..config.schema import Config
 from ..errors import ConfigError
 from ..observe.console import Screen
@@ -61,19 +61,16 @@ class Commands:
         return layout
 
 
-def check_layout(config: Config, layout: Layout) -> Components:
-    """Builds the components of a layout.
-
-    Raises a ConfigError if a run of this configuration cannot change to the layout with the processes that it was
-    launched with.
-    """
+def check_layout(config: Config, layout: Layout) -> None:
+    """Raises a ConfigError if a run of this configuration cannot change to the layout with the processes that it was
+    launched with."""
     check_changeable(config)
     if layout.size > num_processes(config):
         raise ConfigError(
             f"{layout} takes {layout.size} processes and the run was started with {num_processes(config)}: use fewer, "
             f"or start it with pipeline.processes = {layout.size}"
         )
-    return build_components(layout.applied(config))
+    build_components(layout.applied(config))
 
 
 def check_layout_changes(config: Config) -> None:
@@ -85,33 +82,6 @@ def check_layout_changes(config: Config) -> None:
             raise ConfigError(f"pipeline.reshape = {text!r} is invalid: {error}") from error
 
 
-@dataclass(frozen=True)
-class Transition:
-    """A change from one layout to the next."""
-
-    step: int
-    """Number of updates made before the change."""
-    before: Layout
-    layout: Layout
-    components: Components
-    """Components in the next layout."""
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """What summary.json reports about a change of layout."""
-
-    step: int
-    before: str
-    after: str
-    bytes_moved: int
-    exchange_seconds: float
-    """Seconds until the state has arrived in the processes that need it."""
-    pause_seconds: float
-    """Seconds until all stages of the next layout have started. This and `exchange_seconds` are counted from the last
-    update in the previous layout. No stage computes during this time."""
-
-
 @dataclass
 class Phase:
     """The part of a run that has one layout, as one process sees it."""
@@ -121,9 +91,11 @@ class Phase:
     transport: Transport | None
     """Transport of this process. None means that the process is idle in this layout."""
     start: StageState | None
-    """State to start from. None means that the run starts from the beginning, or that this process is idle."""
-    transition: Transition | None = None
-    """Change that led to this layout. None means that the run started with it."""
+    """State to start from. None means that the run starts from the beginning."""
+    before: Layout | None = None
+    """Layout before this one. None means that the run started with this one."""
+    step: int = 0
+    """Number of updates made before the layout changed to this one."""
     end: StageState | None = None
     """State after the last update in this layout, set by the caller. None means that the run is over, or that the
     process was idle."""
@@ -140,7 +112,7 @@ class Reshaping:
 
     def __init__(self, world: World, config: Config, commands: Commands | None) -> None:
         self._world, self._config, self._commands = world, config, commands
-        self._num_transitions = 0
+        self._num_changes = 0
         self._moved_at = 0.0
 
     def phases(self, layout: Layout, start: StageState | None) -> Iterator[Phase]:
@@ -152,59 +124,56 @@ class Reshaping:
         phase = Phase(layout, components, self._world.take_places(layout.mesh(self._config)), start)
         while True:
             yield phase
-            transition = self._next_transition(phase)
-            if transition is None:
+            change = self._next_change(phase)
+            if change is None:
                 return
-            moved = self._move(transition, phase.end)
-            transport = self._world.take_places(transition.layout.mesh(self._config), moved.order)
-            phase = Phase(transition.layout, transition.components, transport, moved.state, transition)
+            layout = change.layout
+            components = in_layout_of(layout.applied(self._config), components)
+            moved = self._move(layout, components, phase.end)
+            transport = self._world.take_places(layout.mesh(self._config), moved.order)
+            phase = Phase(layout, components, transport, moved.state, phase.layout, change.step)
             del moved
 
-    def _next_transition(self, phase: Phase) -> Transition | None:
+    def _next_change(self, phase: Phase) -> LayoutChange | None:
         """Returns the next change of layout, or None if the run is over."""
         state = phase.end
-        self._num_transitions += 1
-        key = f"transition {self._num_transitions}"
+        self._num_changes += 1
+        key = f"transition {self._num_changes}"
         if self._world.place is not None:  # wall-clock time, which all processes share approximately
             self._world.store.set(f"{key}/ended/{self._world.place}", repr(time.time()))
         if self._world.rank == 0:
-            following = None if state is None else self._following(state.step)
-            self._world.as_first(key, json.dumps(None if state is None else [state.step, str(following)]))
+            following = None if state is None else [state.step, str(self._following(state.step))]
+            self._world.as_first(key, json.dumps(following))
         waiting = lambda: "the first process to say how the run goes on"  # noqa: E731
         # When a run is over, the first process may still be writing its last checkpoint. There is no limit on that
         # time.
         word = json.loads(self._world.hear(f"said/{key}", waiting, is_working=state is not None))
-        if word is None:
-            return None
-        step, text = word
-        following = Layout.parse(text)
-        components = in_layout_of(following.applied(self._config), phase.components)
-        return Transition(step, phase.layout, following, components)
+        return None if word is None else LayoutChange(word[0], Layout.parse(word[1]))
 
     def _following(self, step: int) -> Layout:
-        told = self._commands.take() if self._commands is not None else None
+        asked = self._commands.take() if self._commands is not None else None
+        if asked is not None:
+            return asked
         change = next_layout_change(self._config, step - 1)
-        if told is not None:
-            return told
         assert change is not None and change.step == step, "nobody asked for another layout"
         return change.layout
 
-    def _move(self, transition: Transition, state: StageState | None) -> MovedState:
+    def _move(self, layout: Layout, components: Components, state: StageState | None) -> MovedState:
         """Exchanges the state between all processes.
 
         Returns the state that this process needs in the next layout, and the order of the processes in it.
         """
         self._world.leave()
         with torch.device("meta"):
-            model = transition.components.model.layers()
-        sizes = transition.components.layers_per_stage
+            model = components.model.layers()
+        sizes = components.layers_per_stage
         tied = tied_parameters(model, sizes)
         holders = [
             {tied[name].name if name in tied else name for name, _ in cut(model, sizes, stage).named_parameters()}
-            for stage in range(transition.layout.stages)
+            for stage in range(layout.stages)
         ]
-        moved = self._world.exchange(state, partial(destinations, holders, transition.layout.mesh(self._config)))
-        self._world.store.add(f"transition {self._num_transitions}/bytes", moved.num_bytes)
+        moved = self._world.exchange(state, partial(destinations, holders, layout.mesh(self._config)))
+        self._world.store.add(f"transition {self._num_changes}/bytes", moved.num_bytes)
         self._moved_at = time.time()
         return moved
 
@@ -213,32 +182,30 @@ class Reshaping:
 
         Returns what the summary reports about the change: one entry, or none for the first layout.
         """
-        if (transition := phase.transition) is None:
+        if phase.before is None:
             return []
         self._world.settle()
         word = None
         if self._world.rank == 0:
-            reshape = self._reshape(transition, settled_at=time.time())
+            store, key, settled_at = self._world.store, f"transition {self._num_changes}", time.time()
+            # No stage computes between the last update in the previous layout and the start of all stages.
+            ended_at = max(float(store.get(f"{key}/ended/{place}")) for place in range(phase.before.size))
+            reshape: dict[str, Any] = {
+                "step": phase.step,
+                "before": str(phase.before),
+                "after": str(phase.layout),
+                "bytes_moved": store.add(f"{key}/bytes", 0),
+                "exchange_seconds": self._moved_at - ended_at,
+                "pause_seconds": settled_at - ended_at,
+            }
             Screen().print(
-                f"after step {transition.step}: from {transition.before} to {transition.layout} (stages x replicas), "
-                f"{reshape.bytes_moved / 1e6:,.1f} MB moved, {reshape.pause_seconds:.2f} s of pause"
+                f"after step {phase.step}: from {phase.before} to {phase.layout} (stages x replicas), "
+                f"{reshape['bytes_moved'] / 1e6:,.1f} MB moved, {reshape['pause_seconds']:.2f} s of pause"
             )
-            word = json.dumps(asdict(reshape))
-        said: dict[str, Any] = json.loads(self._world.as_first(f"reshape {self._num_transitions}", word))
+            word = json.dumps(reshape)
+        said: dict[str, Any] = json.loads(self._world.as_first(f"reshape {self._num_changes}", word))
         gc.collect()  # the old pipeline contains reference cycles
         return [said]
-
-    def _reshape(self, transition: Transition, settled_at: float) -> Reshape:
-        store, key = self._world.store, f"transition {self._num_transitions}"
-        ended_at = max(float(store.get(f"{key}/ended/{place}")) for place in range(transition.before.size))
-        return Reshape(
-            transition.step,
-            str(transition.before),
-            str(transition.layout),
-            store.add(f"{key}/bytes", 0),
-            self._moved_at - ended_at,
-            settled_at - ended_at,
-        )
 
 
 def write_command(folder: Path, layout: Layout) -> None:

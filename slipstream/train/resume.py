@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint, Store
-from ..checkpoint.stage_state import TENSOR, StateError, check_names, is_tensor, merge_facts
+from ..checkpoint.reading import state_of
+from ..checkpoint.stage_state import TENSOR, StateError, check_names, is_tensor
 from ..config.defaults import peak_rates_of
 from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of
@@ -75,9 +76,10 @@ def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]
     try:
         before = build(Config, tree, "")
         then, now = learning_rate(before)(found.step), learning_rate(config)(found.step)
+        is_same_peak = peak_rates(before) == peak_rates(config)
     except (ConfigError, ValueError, TypeError):  # a configuration written by another version of the program
         return
-    if peak_rates(before) == peak_rates(config) and abs(then - now) > 1e-6 * now:
+    if is_same_peak and abs(then - now) > 1e-6 * now:
         peak, _ = peak_rates_of(config.optimizer)
         steps = before.optimizer.horizon_steps or before.train.steps
         yield (
@@ -204,21 +206,20 @@ def _check_optimizers(found: Checkpoint, config: Config, expected: Mapping[str, 
     size. For such a class only the keys found in the checkpoint are compared.
     """
     is_known = config.optimizer.name in ("muon", "adamw", *RECIPES)
-    facts, tensors = _state_facts(found), found.names()
-    kept = facts["optimizer"]
+    tensors, kept = found.names(), state_of(found).facts["optimizer"]
     if missing := [f"the optimizer's state of {name} is missing" for name in expected if name not in kept]:
         raise StateError("; ".join(missing))
     toys = [(name, nn.Parameter(torch.ones(TOY_SHAPE[: len(shape)]))) for name, shape in expected.items()]
+    for _, toy in toys:
+        toy.grad = torch.ones_like(toy)
     for group, members in assign(toys, parameter_groups(config)):
-        for ndim in {toy.ndim for _, toy in members}:
-            alike = [name for name, toy in members if toy.ndim == ndim]
-            toy = next(toy for _, toy in members if toy.ndim == ndim)
-            toy.grad = torch.ones_like(toy)
-            optimizer = group.optimizer([toy])
-            optimizer.step()
-            for name in alike:
-                state = {key: value for key, value in optimizer.state[toy].items() if is_known or key in kept[name]}
-                _check_state(kept[name], state, toy.shape, expected[name], tensors, name)
+        if not members:
+            continue
+        optimizer = group.optimizer([toy for _, toy in members])
+        optimizer.step()
+        for name, toy in members:
+            state = {key: value for key, value in optimizer.state[toy].items() if is_known or key in kept[name]}
+            _check_state(kept[name], state, toy.shape, expected[name], tensors, name)
 
 
 def _check_state(
@@ -245,10 +246,6 @@ def _check_state(
             is_same = value.shape == toy_shape
             if value.ndim != len(its_shape) or (is_same and its_shape != shape):
                 raise StateError(f"{whose} has a {key!r} of shape {its_shape}, where the parameter has {tuple(shape)}")
-
-
-def _state_facts(found: Checkpoint) -> dict[str, Any]:
-    return merge_facts(part["state"] for part in found.facts.values())
 
 
 def sync_start_steps(found: Checkpoint, schedule: Schedule) -> int:

@@ -59,10 +59,8 @@ def test_a_name_in_two_parts_is_refused(folder):
     store = Store(folder)
     for name in NAMES:
         store.write(0, Part(name, {"w": torch.zeros(1)}, {}), 2)
-    checkpoint = store.open(0)
-    for attempt in (checkpoint.names, lambda: checkpoint.read(["w"])):
-        with pytest.raises(CheckpointError, match="has tensor 'w' in both stage-0 and stage-1"):
-            attempt()
+    with pytest.raises(CheckpointError, match="has tensor 'w' in both stage-0 and stage-1"):
+        store.open(0)
 
 
 def test_a_missing_step_says_which_there_are(folder):
@@ -224,20 +222,7 @@ def test_rules_that_keep_nothing_are_refused(folder, keep_last, keep_every):
         Store(folder, keep_last, keep_every)
 
 
-@pytest.mark.parametrize("attempt", ["", ".", "a/b", "../x", "a" * 65])
-def test_attempts_are_file_names(folder, attempt):
-    with pytest.raises(ValueError, match="letters, digits and dashes"):
-        Store(folder, attempt=attempt)
-
-
 # ---- failures
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc/x", "manifest", ".hidden", "a\n", "ü", "x" * 201])
-def test_names_of_parts_are_file_names(folder, name):
-    with pytest.raises(CheckpointError, match="use letters, digits, dots and dashes"):
-        Store(folder).write(0, Part(name, {}, {}), 1)
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, object(), b"bytes", {1, 2}, torch.zeros(1), [0] * 1000])
@@ -259,11 +244,6 @@ def test_too_little_space_is_said_before_anything_is_written(folder, monkeypatch
     with pytest.raises(CheckpointError, match=sentence):
         store.write(1, part, 2)
     assert listing(folder) == ["step-00000000"]
-
-
-def test_space_can_be_asked_for_before_there_is_a_folder(folder):
-    Store(folder).check_space(make_part("stage-0", 0))
-    assert not folder.exists()
 
 
 def test_what_is_not_on_disk_as_it_was_meant_is_not_committed(folder, monkeypatch):
@@ -352,7 +332,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(small_disk, monk
     with pytest.raises(CheckpointError, match=r"stage-0 needs 404 kB, .*small has .* kB left: make room"):
         store.write(1, part, 1)
     # Another process takes the space in between.
-    monkeypatch.setattr(store, "check_space", lambda part: None)
+    monkeypatch.setattr(store, "_check_space", lambda part: None)
     with pytest.raises(CheckpointError, match=r"\.partial cannot be written \(No space left on device\)"):
         store.write(1, part, 1)
     assert listing(small_disk) == ["step-00000000"] and mark_of(store.newest(no_damage)) == 1

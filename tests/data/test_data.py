@@ -179,28 +179,11 @@ def test_an_index_outside_the_step_is_refused(index: tuple[int, int]) -> None:
         Batches(counting(1001), 10, 2, 3)(*index)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sequence_length": 0}, "sequence_length is 0: set it to 1 or more"),
-        ({"microbatch_size": 0}, "microbatch_size is 0"),
-        ({"num_microbatches": -2}, "num_microbatches is -2"),
-        (
-            {"sequence_length": 50},
-            "sequence_length is 50, so one window takes 51 tokens, but there are 50 for training",
-        ),
-    ],
-)
-def test_batches_that_cannot_be_made_are_refused(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Batches(counting(50), **{"sequence_length": 10, "microbatch_size": 1, "num_microbatches": 1} | arguments)
-
-
 # ---- validation batches
 
 
 def test_validation_visits_every_window_once_in_order() -> None:
-    batches = validation_batches(counting(75), sequence_length=10, microbatch_size=3)
+    batches = validation_batches(counting(75), sequence_length=10, microbatch_size=3, max_batches=8)
     assert len(batches) == 3  # 7 windows
     rows = [(i, t) for index in range(3) for i, t in zip(*batches(index), strict=True) if (t != IGNORE).all()]
     assert [int(inputs[0]) for inputs, _ in rows] == list(range(0, 70, 10))
@@ -208,7 +191,7 @@ def test_validation_visits_every_window_once_in_order() -> None:
 
 
 def test_the_last_validation_batch_is_padded_with_targets_that_do_not_count() -> None:
-    batches = validation_batches(counting(75), 10, 3)
+    batches = validation_batches(counting(75), 10, 3, 8)
     inputs, targets = batches(2)
     assert inputs.shape == targets.shape == (3, 10)
     assert (targets[1:] == IGNORE).all() and (inputs[1:] == 0).all()
@@ -220,13 +203,6 @@ def test_the_last_validation_batch_is_padded_with_targets_that_do_not_count() ->
 def test_max_batches_caps_validation() -> None:
     assert len(validation_batches(counting(75), 10, 3, max_batches=2)) == 2
     assert len(validation_batches(counting(75), 10, 3, max_batches=9)) == 3
-    with pytest.raises(DataError, match="max_batches is 0: set it to 1 or more"):
-        validation_batches(counting(75), 10, 3, max_batches=0)
-
-
-def test_validation_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(DataError, match="one window takes 11 tokens, but there are 10 for validation"):
-        validation_batches(counting(10), 10, 3)
 
 
 # ---- tokens over several arrays
@@ -495,7 +471,6 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     )
     refused(DataConfig(sources=()), r"data\.sources is empty: give at least one")
     refused(DataConfig((a,), validation_fraction=1.0), r"data\.validation_fraction is 1\.0: set it to at least 0")
-    refused(DataConfig((a,), token_dtype="int8"), r"data\.token_dtype is 'int8': set it to one of uint8, uint16")  # type: ignore[arg-type]
     refused(DataConfig((a,), (a,)), r"data\.validation_sources names .*a\.txt', which data\.sources trains on")
     refused(DataConfig((a,), ("gone.txt",)), r"data\.validation_sources names 'gone\.txt', which does not exist")
     refused(DataConfig((a,), (empty,)), r"data\.validation_sources is .*empty\.txt.*, which holds no text")
@@ -670,7 +645,7 @@ def test_prepare_refuses_what_it_cannot_turn_into_shards(tmp_path: Path) -> None
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_compressed_lines_are_read_as_plain_ones(tmp_path: Path, suffix: str) -> None:
     _, source = text_files(tmp_path)
-    plain = Path(source).read_bytes() * 500
+    plain = Path(source).read_bytes() * 100
     packed = tmp_path / "packed" / f"b.jsonl{suffix}"
     packed.parent.mkdir()
     if suffix == ".gz":

@@ -104,8 +104,8 @@ def test_a_dataset_is_read_a_batch_at_a_time(tmp_path: Path, datasets: Any, monk
     monkeypatch.setattr(
         hugging_face, "check_column", lambda source, table, field: seen.append(1) or original(source, table, field)
     )
-    split = hugging_face.open_hub(folder("jsonl", tmp_path / "d", datasets), None)("train", "split")
-    pieces = split.read("body")
+    source = folder("jsonl", tmp_path / "d", datasets)
+    pieces, _ = hugging_face.hub_text(source, hugging_face.open_hub(source, None), "train", "split", "body")
     assert not seen
     assert [next(pieces).text for _ in range(2)] == ["one", "zwei ß"] and len(seen) == 1
     assert len(list(pieces)) == len(TEXTS) - 3 and len(seen) == 3

@@ -143,8 +143,6 @@ def test_a_mixed_step_reads_the_same_windows_however_it_is_divided(microbatch_si
 
 def test_sources_that_do_not_fit_the_tokens_are_refused() -> None:
     tokens = Tokens((np.arange(100, dtype=np.uint16),))
-    with pytest.raises(DataError, match=r"there are 8 for training in 'b': shorten it"):
-        Batches(tokens, 10, 1, 1, 0, (Source("a", 1, 92), Source("b", 1, 8)))
     with pytest.raises(DataError, match="sources have 90 tokens, but there are 100: name all of them"):
         Batches(tokens, 10, 1, 1, 0, (Source("a", 1, 90),))
 
@@ -152,15 +150,13 @@ def test_sources_that_do_not_fit_the_tokens_are_refused() -> None:
 def test_the_first_validation_batches_are_mixed_and_all_of_them_hold_every_window_once() -> None:
     tokens = Tokens((np.arange(1000, dtype=np.uint16),))
     sources = (Source("a", 0.75, 1, 905), Source("none", 1.0, 1, 0), Source("b", 0.25, 1, 95))  # 90 and 9 windows
-    batches = validation_batches(tokens, 10, 8, sources=sources)
+    batches = validation_batches(tokens, 10, 8, 99, sources)
     starts = [int(i[0]) for n in range(len(batches)) for i, t in zip(*batches(n), strict=True) if t[0] != IGNORE]
     assert Counter(starts) == Counter([*range(0, 900, 10), *range(905, 995, 10)])
     few = validation_batches(tokens, 10, 8, 2, sources)
     assert len(few) == 2
     own = [int(inputs[0]) for n in range(2) for inputs in few(n)[0]]
     assert own == starts[:16] and sum(start < 905 for start in own) == 12
-    with pytest.raises(DataError, match="one window takes 11 tokens, but there are 10 for validation"):
-        validation_batches(Tokens((np.arange(20),)), 10, 8, 2, (Source("a", 1, 1, 10), Source("b", 1, 1, 10)))
 
 
 # ---- corpora

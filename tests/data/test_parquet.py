@@ -95,7 +95,7 @@ def test_what_cannot_be_prepared_is_refused_before_anything_is_written(tmp_path:
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     refused(str(tmp_path / "cut.parquet"), out, r"cut\.parquet' is no Parquet file that can be read")
     missing = table(tmp_path / "null.parquet", {"text": ["a", None, "b"]})
-    refused(missing, out, r"null\.parquet' row 2 has no text in the column 'text': write it there, or set text_field")
+    refused(missing, out, r"null\.parquet' row 2 has no text in the column 'text': set text_field to one that has")
     raw = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
     refused(table(tmp_path / "raw.parquet", {"text": raw}), out, r"raw\.parquet' is no Parquet file .*utf-8")
     refused(table(tmp_path / "none.parquet", {"text": pyarrow.array([], pyarrow.string())}), out, "without any text")

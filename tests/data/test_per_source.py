@@ -23,7 +23,7 @@ from slipstream.tools.loading import find_source, load
 from slipstream.tools.report.read import read_metrics
 from slipstream.tools.study.cell import Cell
 from slipstream.tools.study.delayed import DelayedRun
-from slipstream.train.build import build_components
+from slipstream.train.build import build_components, read_corpus
 from slipstream.train.trainer import train
 
 
@@ -123,6 +123,10 @@ def test_a_study_has_the_losses_of_the_pipeline(two: Config) -> None:
 def test_a_source_without_windows_among_the_batches_is_left_out(two: Config, tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("abc")
     with pytest.raises(ConfigError, match=r"evaluation\.per_source = true finds one source of held-out text"):
+        build_components(two)
+    (tmp_path / "numbers.txt").write_text("123")
+    read_corpus.cache_clear()  # a process reads a corpus once
+    with pytest.raises(ConfigError, match=r"model\.sequence_length = 16 takes 17 tokens and there are 4 for validat"):
         build_components(two)
 
 

@@ -63,14 +63,14 @@ def test_bits_per_byte_are_exact():
 def test_padding_and_the_first_token_are_not_counted(trained_tokenizer):
     lengths = byte_lengths(trained_tokenizer.read_bytes())
     ids = np.arange(11, dtype=np.uint16) + 250
-    batches = validation_batches(Tokens((ids,)), sequence_length=5, microbatch_size=4)  # two windows, two empty rows
+    batches = validation_batches(Tokens((ids,)), 5, 4, max_batches=8)  # two windows, two empty rows
     size = text_size(batches, "tokenizer.json 0123", trained_tokenizer.read_bytes())
     assert size == TextSize(10, int(lengths[ids[1:]].sum()))
 
 
 @pytest.mark.parametrize("source", [None, b'{"decoder": null}', b'{"decoder": {"type": "WordPiece"}}', b"{}"])
 def test_the_size_is_unknown_where_the_bytes_of_a_token_are(source):
-    batches = validation_batches(Tokens((np.arange(20),)), sequence_length=4, microbatch_size=2)
+    batches = validation_batches(Tokens((np.arange(20),)), sequence_length=4, microbatch_size=2, max_batches=8)
     assert text_size(batches, "unknown", source) is None
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from harness import forks
 from runs import folder_of, rows_of, summary_of
 from settings import changed
 
-from slipstream.checkpoint.store import Part
-from slipstream.checkpoint.writer import Writer
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
+from slipstream.pipeline.checkpoints import StageWriter
 from slipstream.train.checkpointing import SIGNALS, SignalRequests
 from slipstream.train.trainer import train
 
@@ -33,14 +31,13 @@ def steps_of(config: Config) -> list[int]:
 @pytest.fixture
 def base(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Its disk is never too slow: a checkpoint that is due while the one before is still being written is left out."""
-    submit = Writer.submit
+    save = StageWriter.save
 
-    def submit_and_wait(writer: Writer, step: int, make: Callable[[], Part]) -> bool:
-        is_begun = submit(writer, step, make)
+    def save_and_wait(writer: StageWriter, step: int) -> None:
+        save(writer, step)
         writer.wait()
-        return is_begun
 
-    monkeypatch.setattr(Writer, "submit", submit_and_wait)
+    monkeypatch.setattr(StageWriter, "save", save_and_wait)
     return changed(tiny, train__steps=12, evaluation__every_steps=5, checkpoint__keep_last=20)
 
 

@@ -14,23 +14,24 @@ from settings import as_arguments, changed
 from slipstream import cli
 from slipstream.checkpoint import CheckpointError, Store
 from slipstream.pipeline import Requests
+from slipstream.pipeline.checkpoints import StageWriter
 from slipstream.schedule import Schedule
 from slipstream.train.checkpointing import Saver, SignalRequests
 from slipstream.train.trainer import train
 
 
-class Written:
+class Written(StageWriter):
     """A writer that writes nothing."""
 
     is_busy = False
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.saved: list[int] = []
         self.left_out: list[int] = []
 
-    def submit(self, step: int, make: object) -> bool:
+    def _write(self, step: int, take: object) -> None:
         self.saved.append(step)
-        return True
 
     def leave_out(self, step: int) -> None:
         self.left_out.append(step)
@@ -45,21 +46,21 @@ def steps_of(
     asked: set[int],
     tiny: Any,
     monkeypatch: pytest.MonkeyPatch,
-    writer: Written | None = None,
+    writer: type[Written] = Written,
     snapshot: Any = no_snapshot,
 ) -> Written:
     """every = 2, eight updates; busy and asked: after which."""
-    writer = writer or Written()
-    monkeypatch.setattr("slipstream.pipeline.checkpoints.Writer", lambda *args: writer)
+    monkeypatch.setattr("slipstream.train.checkpointing.StageWriter", writer)
     transport: Any = SimpleNamespace(stage=0, replica=0, num_stages=2, num_replicas=1)
     pipeline: Any = SimpleNamespace(
         transport=transport, is_sharded=False, snapshot=snapshot, schedule=Schedule("two_bw", 2, 2, 8)
     )
     model: Any = SimpleNamespace(sequence_length=16, weight_folder=None)
-    saver = Saver(changed(tiny, checkpoint__every_steps=2), model, pipeline, Store(Path("none")), print)
+    saver = Saver(changed(tiny, checkpoint__every_steps=2), model, pipeline, Store(Path("none")), print, {})
     for step in range(8):
         saver.after(SimpleNamespace(**{**vars(step_report(step)), "busy": step + 1 in busy, "save": step + 1 in asked}))
-    return writer
+        saver.writer.wait()
+    return saver.writer
 
 
 def test_a_process_that_is_free_leaves_out_what_another_is_too_busy_for(tiny, monkeypatch):
@@ -70,9 +71,11 @@ def test_a_process_that_is_free_leaves_out_what_another_is_too_busy_for(tiny, mo
 
 def test_copies_that_are_still_being_written_are_not_overwritten(tiny, monkeypatch):
     """Whether somebody is busy was asked when the batch ended, and a report may be older than that."""
-    writer = Written()
-    writer.is_busy = True
-    steps_of(set(), set(), tiny, monkeypatch, writer, snapshot=lambda into: pytest.fail("a copy was made"))
+
+    class Busy(Written):
+        is_busy = True
+
+    writer = steps_of(set(), set(), tiny, monkeypatch, Busy, snapshot=lambda into: pytest.fail("a copy was made"))
     assert writer.saved == [] and writer.left_out == [2, 4, 6, 8]
 
 
@@ -87,7 +90,7 @@ def test_a_row_is_written_before_its_step_is_saved(tiny, monkeypatch):
     after = Saver.after
 
     def look(saver: Saver, said: Any) -> None:
-        if saver._writer._name == "stage-1":
+        if saver.writer._part_name == "stage-1":
             seen.append((said.step, json.loads(path.read_text().splitlines()[-1])["step"]))
         after(saver, said)
 
@@ -147,7 +150,7 @@ def test_stages_leave_their_last_actions_when_a_run_fails(tiny, monkeypatch):
     fails_at = 4
 
     def fail(saver: Saver, said: Any) -> None:
-        if saver._writer._name == "stage-1" and said.step == fails_at:
+        if saver.writer._part_name == "stage-1" and said.step == fails_at:
             raise ValueError("boom")
 
     monkeypatch.setattr(Saver, "after", fail)
