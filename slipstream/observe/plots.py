@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 
-def draw_losses(folder: Path) -> Path | None:
-    """Draws loss.png from metrics.jsonl. Returns its path, or None if matplotlib is not installed."""
+def draw_losses(folder: Path) -> None:
+    """Draws loss.png from metrics.jsonl, if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        return None
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,7 +35,5 @@ def draw_losses(folder: Path) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(folder.name)
-    path = folder / "loss.png"
-    figure.savefig(path, dpi=150)
+    figure.savefig(folder / "loss.png", dpi=150)
     pyplot.close(figure)
-    return path

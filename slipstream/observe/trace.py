@@ -147,14 +147,13 @@ def _check_trace(trace: dict[str, Any]) -> None:
         event["pid"], event["tid"]
 
 
-def steady_window(trace: dict[str, Any], num_steps: int = 2) -> Window:
-    """Returns the window of the last steps before the pipeline drains, as seen by the last stage."""
+def steady_window(trace: dict[str, Any]) -> Window:
+    """Returns the window of the last two steps before the pipeline drains, as seen by the last stage."""
     last = trace["otherData"]["stages"] - 1
     starts = [event["ts"] / 1e6 for event in _boxes(trace) if event["cat"] == "forward" and event["pid"] == last]
     if not starts:
         raise TraceError("the trace holds no forward of the last stage: there is no window to draw")
-    num_forwards = num_steps * trace["otherData"]["microbatches"]
-    begin = starts[max(0, len(starts) - 1 - num_forwards)]
+    begin = starts[max(0, len(starts) - 1 - 2 * trace["otherData"]["microbatches"])]
     return Window(begin, max(starts[-1] - begin, 1e-3))
 
 

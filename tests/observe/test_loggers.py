@@ -1,5 +1,6 @@
 """TensorBoard, W&B and trackio get what metrics.jsonl gets."""
 
+import importlib
 import json
 import os
 import struct
@@ -44,16 +45,18 @@ def nobody_is_logged_in(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def recorder(tmp_path, monkeypatch, request):
-    """The module `wandb` or `trackio`, replaced by one that records its calls."""
+def recorders(tmp_path, monkeypatch):
+    """The modules `wandb` and `trackio`, replaced by modules that record their calls."""
     path = tmp_path / "modules"
     path.mkdir()
-    (path / f"{request.param}.py").write_text(RECORDER)
+    names = ("wandb", "trackio")
+    for name in names:
+        (path / f"{name}.py").write_text(RECORDER)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(path))
-    monkeypatch.delitem(sys.modules, request.param, raising=False)
-    module = __import__(request.param)
-    yield module
-    sys.modules.pop(request.param)
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name)
 
 
 def rows_of(config):
@@ -114,17 +117,31 @@ def float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def test_tensorboard_has_every_number_of_metrics_jsonl(tiny):
+def test_loggers_get_every_number_of_metrics_jsonl_and_the_configuration(recorders, tiny):
     pytest.importorskip("tensorboardX")
-    train(changed(tiny, run__sinks=("tensorboard",)))
+    train(changed(tiny, run__sinks=("tensorboard", "wandb", "trackio")))
     rows, shown = rows_of(tiny), scalars(events_of(folder_of(tiny) / "tensorboard"))
     assert {key: value for key, (value, _) in shown.items()} == {
         key: float32(value) for key, value in expected(rows).items()
     }
-    assert {"loss/train", "loss/validation", "optimizer/gradient_norms/matrices", "stage_seconds/1/forward"} <= {
-        name for _, name in shown
-    }
     assert {(step, time) for (step, _), (_, time) in shown.items()} == {(row["step"], row["time"]) for row in rows}
+    for recorder in recorders.values():
+        (_, fields), *logs, last = recorder.calls
+        assert last == ("finish",) and fields["project"] == "slipstream"
+        assert fields["config"]["train"]["steps"] == 6 and fields["config"]["model"]["dim"] == 16
+        assert [step for _, step, _ in logs] == sorted(step for _, step, _ in logs)
+        values = {(step, name): value for _, step, values in logs for name, value in values.items()}
+        assert values == expected(rows)
+    # There are few groups, and the losses come first.
+    names = {name for _, name in shown}
+    groups = ["loss", "optimizer", "prediction", "speed", "stage_seconds", "stages"]
+    assert sorted({name.split("/")[0] for name in names}) == groups
+    assert {name for name in names if name.startswith("loss/")} == {
+        "loss/train",
+        "loss/validation",
+        "loss/validation_bits_per_byte",
+    }
+    assert {"optimizer/gradient_norms/matrices", "stage_seconds/1/forward"} <= names
 
 
 def test_a_resumed_run_continues_in_the_same_tensorboard(tiny):
@@ -171,20 +188,8 @@ def test_tensorboard_itself_hides_the_steps_that_are_made_again(library, tmp_pat
 # ---- W&B and trackio
 
 
-@pytest.mark.parametrize("recorder", ["wandb", "trackio"], indirect=True)
-def test_a_library_gets_every_number_of_metrics_jsonl_and_the_configuration(recorder, tiny):
-    train(changed(tiny, run__sinks=(recorder.__name__,)))
-    (_, fields), *logs, last = recorder.calls
-    assert last == ("finish",) and fields["project"] == "slipstream"
-    assert fields["config"]["train"]["steps"] == 6 and fields["config"]["model"]["dim"] == 16
-    assert [step for _, step, _ in logs] == sorted(step for _, step, _ in logs)
-    assert {(step, name): value for _, step, values in logs for name, value in values.items()} == expected(
-        rows_of(tiny)
-    )
-
-
-@pytest.mark.parametrize("recorder", ["wandb"], indirect=True)
-def test_wandb_gets_samples_as_a_table(recorder, tmp_path):
+def test_wandb_gets_samples_as_a_table(recorders, tmp_path):
+    recorder = recorders["wandb"]
     recorder.Table = lambda columns, rows: (columns, rows)
     samples = [{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d"}]
     WeightsAndBiases(tmp_path, {}).write({"step": 2, "time": 0.5, "val_loss": 1.5, "samples": samples})
@@ -192,18 +197,18 @@ def test_wandb_gets_samples_as_a_table(recorder, tmp_path):
     assert recorder.calls[-1] == ("log", 2, {"loss/validation": 1.5, "samples": table})
 
 
-@pytest.mark.parametrize(("recorder", "key"), [("wandb", "id"), ("trackio", "name")], indirect=["recorder"])
-def test_a_resumed_run_continues_under_the_same_name_and_an_overwritten_one_does_not(recorder, key, tiny):
-    config = changed(tiny, run__sinks=(recorder.__name__,), train__steps=2)
+def test_a_resumed_run_continues_under_the_same_name_and_an_overwritten_one_does_not(recorders, tiny):
+    config = changed(tiny, run__sinks=("wandb", "trackio"), train__steps=2)
     train(config)
     train(changed(config, train__steps=3, checkpoint__resume=True))
     train(changed(config, run__overwrite=True))
-    first, resumed, overwritten = [call[1][key] for call in recorder.calls if call[0] == "init"]
-    assert first == resumed != overwritten
-    assert [call[1] for call in recorder.calls if call[0] == "log" and "loss/train" in call[2]] == [1, 2, 3, 1, 2]
+    for name, key in (("wandb", "id"), ("trackio", "name")):
+        calls = recorders[name].calls
+        first, resumed, overwritten = [call[1][key] for call in calls if call[0] == "init"]
+        assert first == resumed != overwritten
+        assert [call[1] for call in calls if call[0] == "log" and "loss/train" in call[2]] == [1, 2, 3, 1, 2]
 
 
-@pytest.mark.parametrize("recorder", ["wandb"], indirect=True)
 @pytest.mark.parametrize(
     ("variables", "login", "mode"),
     [
@@ -216,13 +221,13 @@ def test_a_resumed_run_continues_under_the_same_name_and_an_overwritten_one_does
         ({}, "no netrc file", "offline"),
     ],
 )
-def test_wandb_is_offline_unless_there_is_a_key(recorder, variables, login, mode, tmp_path, monkeypatch):
+def test_wandb_is_offline_unless_there_is_a_key(recorders, variables, login, mode, tmp_path, monkeypatch):
     (tmp_path / "netrc").write_text(login)
     (tmp_path / "netrc").chmod(0o600)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     WeightsAndBiases(tmp_path, {})
-    fields = recorder.calls[0][1]
+    fields = recorders["wandb"].calls[0][1]
     assert (fields["mode"], fields["resume"]) == (mode, "allow")
     assert fields["dir"] == str(tmp_path)
 
@@ -305,15 +310,3 @@ def test_a_folder_of_a_librarys_name_is_no_library(tiny, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match="needs wandb"):
         loggers.check_library("wandb")
-
-
-def test_a_logger_has_few_groups_and_the_losses_come_first(tiny):
-    train(tiny)
-    names = {name for row in rows_of(tiny) for name in logged(row)}
-    groups = ["loss", "optimizer", "prediction", "speed", "stage_seconds", "stages"]
-    assert sorted({name.split("/")[0] for name in names}) == groups
-    assert {name for name in names if name.startswith("loss/")} == {
-        "loss/train",
-        "loss/validation",
-        "loss/validation_bits_per_byte",
-    }

@@ -14,10 +14,10 @@ def names_in(path):
 
 
 def test_every_stage_writes_a_trace_of_the_chosen_steps_and_computes_the_same(tiny):
-    config = changed(tiny, pipeline__transport="process", evaluation__batches=0, train__steps=8)
+    config = changed(tiny, evaluation__batches=0, train__steps=8)
     train(config)
     assert not (folder_of(config) / "profile").exists()
-    profiled = changed(config, run__name="profiled", run__profile_steps="3:5")
+    profiled = changed(config, pipeline__transport="process", run__name="profiled", run__profile_steps="3:5")
     train(profiled)
     folder = folder_of(profiled) / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["stage-0.replica-0.json", "stage-1.replica-0.json"]

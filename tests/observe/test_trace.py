@@ -77,7 +77,7 @@ def test_a_window_is_cut_at_its_edges_and_a_background_update_is_a_moment(trace)
 
 
 def test_the_steady_window_ends_with_the_last_forward_of_the_last_stage(trace):
-    window = steady_window(trace, num_steps=1)
+    window = steady_window(trace)
     assert (window.start, window.seconds) == pytest.approx((1.5, 2.0))
 
 

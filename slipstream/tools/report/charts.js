@@ -4,12 +4,8 @@
 
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
 const NUM_COLOURS = 8;
-const AXES = {
-  step: {label: "step", column: "steps"},
-  tokens: {label: "tokens", column: "tokens"},
-  time: {label: "time", column: "seconds"},
-};
-const view = {axis: "step", range: null, charts: [], listeners: []};
+const COLUMN_OF_AXIS = {step: "steps", tokens: "tokens", time: "seconds"};
+const view = {axis: "step", range: null, listeners: []};
 
 function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
@@ -29,6 +25,22 @@ function shape(tag, attributes = {}, text = null) {
   return node;
 }
 
+// Returns a button that is pressed or not. `act` is called with whether it is pressed when that changes.
+function toggle(isPressed, act, properties, ...children) {
+  const button = element("button", {type: "button", "aria-pressed": String(isPressed), ...properties}, ...children);
+  button.addEventListener("click", () => {
+    isPressed = !isPressed;
+    button.setAttribute("aria-pressed", String(isPressed));
+    act(isPressed);
+  });
+  return button;
+}
+
+function panel(title, ...children) {
+  return element("section", {class: "panel"}, title ? element("div", {class: "heading"}, element("h3", {}, title)) : null, ...children);
+}
+
+const missing = (text) => element("p", {class: "missing"}, text);
 const colour = (index) => `var(--line-${index % NUM_COLOURS})`;
 
 // ---- numbers as they are read
@@ -96,90 +108,59 @@ function interpolate(from, to, value) {
   return width ? to[low] + (to[high] - to[low]) * (value - from[low]) / width : to[low];
 }
 
-const fromStep = (clock, step) => view.axis === "step" ? step : interpolate(clock.steps, clock[AXES[view.axis].column], step);
-const toStep = (clock, value) => view.axis === "step" ? value : interpolate(clock[AXES[view.axis].column], clock.steps, value);
+const fromStep = (clock, step) => view.axis === "step" ? step : interpolate(clock.steps, clock[COLUMN_OF_AXIS[view.axis]], step);
+const toStep = (clock, value) => view.axis === "step" ? value : interpolate(clock[COLUMN_OF_AXIS[view.axis]], clock.steps, value);
 
 function setView(axis, range) {
   view.axis = axis;
   view.range = range;
-  for (const chart of view.charts) chart.draw();
   for (const listener of view.listeners) listener();
 }
 
 // ---- a chart
 
 function lineChart(chart, runs) {
-  const node = element("section", {class: "panel chart"});
-  const heading = element("div", {class: "heading"}, element("h3", {}, chart.title));
-  node.append(heading);
-  if (!chart.series.length) {
-    node.append(element("p", {class: "missing"}, chart.missing));
-    return node;
-  }
-  const state = {isLog: false, hidden: new Set(), cursor: null, xs: [], meanXs: [], axis: null, scale: null};
+  if (!chart.series.length) return panel(chart.title, missing(chart.missing));
   const canvas = shape("svg", {role: "img", tabindex: "0", "aria-label": `${chart.title}: a chart. Arrow keys read values, Escape shows all steps.`});
-  const box = element("div", {class: "plot"}, canvas);
   const tip = element("div", {class: "tip", hidden: ""});
+  const box = element("div", {class: "plot"}, canvas, tip);
   const legend = element("div", {class: "legend"});
-  box.append(tip);
-  node.append(box, legend);
+  const node = panel(chart.title, box, legend);
+  let isLog = false, drawn = [], scale = null, cursor = null, dragFrom = null;
   const byRun = runs.length > 1 && !chart.byStage;
+  const dot = (line, cx, cy, r) => shape("circle", {cx, cy, r, fill: line.colour});
   chart.series.forEach((line, index) => {
     line.colour = colour(byRun ? line.run : index);
-    line.dash = byRun ? DASHES[line.variant % DASHES.length] : DASHES[Math.floor(index / NUM_COLOURS) % DASHES.length];
+    line.dash = DASHES[(byRun ? line.variant : Math.floor(index / NUM_COLOURS)) % DASHES.length];
     const swatch = shape("svg", {class: "swatch", width: 22, height: 10, "aria-hidden": "true"});
-    const stroke = shape("line", {x1: 1, x2: 21, y1: 5, y2: 5, "stroke-dasharray": line.dash});
-    stroke.style.stroke = line.colour;
-    swatch.append(stroke);
-    if (line.marks) {
-      const dot = shape("circle", {cx: 11, cy: 5, r: 3});
-      dot.style.fill = line.colour;
-      swatch.append(dot);
-    }
-    const button = element("button", {type: "button", "aria-pressed": "true", title: "Show or hide this line"}, swatch, line.name);
-    button.addEventListener("click", () => {
-      if (!state.hidden.delete(index)) state.hidden.add(index);
-      button.setAttribute("aria-pressed", String(!state.hidden.has(index)));
-      state.cursor = null;
-      draw();
-    });
-    legend.append(button);
+    swatch.append(shape("line", {x1: 1, x2: 21, y1: 5, y2: 5, stroke: line.colour, "stroke-dasharray": line.dash}));
+    if (line.marks) swatch.append(dot(line, 11, 5, 3));
+    legend.append(toggle(true, (isShown) => { line.isHidden = !isShown; draw(); }, {title: "Show or hide this line"}, swatch, line.name));
   });
   if (!chart.percent && chart.series.some((line) => line.y.some((y) => y > 0))) {
-    const log = element("button", {type: "button", class: "small", "aria-pressed": "false", title: "Logarithmic vertical axis"}, "log");
-    log.addEventListener("click", () => {
-      state.isLog = !state.isLog;
-      log.setAttribute("aria-pressed", String(state.isLog));
-      draw();
-    });
-    heading.append(log);
+    const act = (isPressed) => { isLog = isPressed; draw(); };
+    node.querySelector(".heading").append(toggle(false, act, {class: "small", title: "Logarithmic vertical axis"}, "log"));
   }
 
-  const visible = () => chart.series.map((line, index) => index).filter((index) => !state.hidden.has(index));
+  const along = (line, steps) => steps.map((step) => fromStep(runs[line.run].clock, step));
+  const isOnScale = (value) => value !== null && !(isLog && value <= 0);
 
   function bounds() {
-    if (state.axis !== view.axis) {
-      const along = (line, steps) => steps.map((step) => fromStep(runs[line.run].clock, step));
-      state.xs = chart.series.map((line) => along(line, line.x));
-      state.meanXs = chart.series.map((line) => along(line, line.means ? line.means.x : []));
-      state.axis = view.axis;
-    }
-    const ends = state.xs.filter((xs) => xs.length).flatMap((xs) => [xs[0], xs[xs.length - 1]]);
+    const ends = chart.series.flatMap((line) => along(line, [line.x[0], line.x[line.x.length - 1]]));
     let [left, right] = view.range || [Math.min(...ends), Math.max(...ends)];
     if (!(right > left)) [left, right] = [left - 1, left + 1];
     let low = Infinity, high = -Infinity;
-    for (const index of visible()) {
-      const {y} = chart.series[index], xs = state.xs[index];
-      for (let i = 0; i < y.length; i++) {
+    for (const {line, xs} of drawn) {
+      line.y.forEach((y, i) => {
         // The neighbours of a visible point count too: a line leads to them.
         const isNear = (xs[i + 1] ?? xs[i]) >= left && (xs[i - 1] ?? xs[i]) <= right;
-        if (y[i] !== null && isNear && !(state.isLog && y[i] <= 0)) { low = Math.min(low, y[i]); high = Math.max(high, y[i]); }
-      }
+        if (isNear && isOnScale(y)) { low = Math.min(low, y); high = Math.max(high, y); }
+      });
     }
-    if (low > high) [low, high] = state.isLog ? [0.1, 1] : [0, 1];
-    if (chart.zero && !state.isLog && low >= 0) low = 0;
+    if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
+    if (chart.zero && !isLog && low >= 0) low = 0;
     if (low === high) { const pad = Math.abs(low) * 0.05 || 0.5; low -= chart.zero && low === 0 ? 0 : pad; high += pad; }
-    if (state.isLog) return {left, right, low: low / 1.05, high: high * 1.05};
+    if (isLog) return {left, right, low: low / 1.05, high: high * 1.05};
     const pad = (high - low) * 0.05;
     return {left, right, low: chart.zero && low === 0 ? 0 : low - pad, high: chart.percent && high <= 1 ? Math.min(1, high + pad) : high + pad};
   }
@@ -187,25 +168,22 @@ function lineChart(chart, runs) {
   function draw() {
     const width = box.clientWidth;
     if (!width) return;
+    drawn = chart.series.filter((line) => !line.isHidden).map((line) => ({line, xs: along(line, line.x)}));
     const height = 250, {left, right, low, high} = bounds();
-    const yTicks = state.isLog ? logTicks(low, high) : niceTicks(low, high, 8);
+    const yTicks = isLog ? logTicks(low, high) : niceTicks(low, high, 8);
     const yTexts = yTicks.map((tick) => chart.percent ? trimmed(100 * tick, 4) + " %" : shortNumber(tick));
     const edge = {left: 14 + 7 * Math.max(...yTexts.map((text) => text.length), 2), right: 14, top: chart.unit ? 22 : 10, bottom: 38};
     const inner = {width: Math.max(10, width - edge.left - edge.right), height: height - edge.top - edge.bottom};
     const x = (value) => edge.left + (value - left) / (right - left) * inner.width;
-    const level = (value) => state.isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+    const level = (value) => isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
     const y = (value) => edge.top + inner.height * (1 - level(value));
     const unX = (pixel) => left + Math.min(1, Math.max(0, (pixel - edge.left) / inner.width)) * (right - left);
-    state.scale = {x, y, unX, edge, inner, width};
+    scale = {x, y, unX, edge, inner, width, left, right};
     canvas.setAttribute("viewBox", `0 0 ${width} ${height}`);
     canvas.setAttribute("width", width);
     canvas.setAttribute("height", height);
     Object.assign(canvas.dataset, {from: left, to: right, low, high});
-    const clip = "clip-" + view.charts.indexOf(self);
-    const definitions = shape("defs"), window_ = shape("clipPath", {id: clip});
-    window_.append(shape("rect", {x: edge.left - 4, y: edge.top - 4, width: inner.width + 8, height: inner.height + 8}));
-    definitions.append(window_);
-    const grid = shape("g", {class: "grid"}), lines = shape("g", {"clip-path": `url(#${clip})`});
+    const grid = shape("g", {class: "grid"});
     yTicks.forEach((tick, i) => {
       grid.append(shape("line", {x1: edge.left, x2: width - edge.right, y1: y(tick), y2: y(tick)}));
       grid.append(shape("text", {x: edge.left - 8, y: y(tick) + 4, "text-anchor": "end"}, yTexts[i]));
@@ -219,14 +197,14 @@ function lineChart(chart, runs) {
       grid.append(shape("text", {x: anchor === "end" ? width - edge.right + 8 : at, y: height - edge.bottom + 17, "text-anchor": anchor}, shortNumber(tick)));
     }
     grid.append(shape("line", {class: "base", x1: edge.left, x2: width - edge.right, y1: height - edge.bottom, y2: height - edge.bottom}));
-    const axisName = AXES[view.axis].label + (unitName ? ` (${unitName})` : "");
+    const axisName = view.axis + (unitName ? ` (${unitName})` : "");
     grid.append(shape("text", {x: edge.left + inner.width / 2, y: height - 5, "text-anchor": "middle"}, axisName));
-    if (chart.unit) grid.append(shape("text", {x: 4, y: 12, class: "unit"}, chart.unit));
-    for (const index of visible()) drawLine(lines, chart.series[index], state.xs[index], x, y);
-    for (const index of visible()) {
-      const {means, ...line} = chart.series[index];
-      if (means) drawLine(lines, {...line, y: means.y, marks: false}, state.meanXs[index], x, y);
-    }
+    if (chart.unit) grid.append(shape("text", {x: 4, y: 12}, chart.unit));
+    const frame = [edge.left - 4, edge.top - 4, inner.width + 8, inner.height + 8];
+    // The lines are in an svg of their own, which clips them.
+    const lines = shape("svg", {x: frame[0], y: frame[1], width: frame[2], height: frame[3], viewBox: frame.join(" ")});
+    for (const {line, xs} of drawn) drawLine(lines, line, xs, line.y, line.means ? "line pale" : "line");
+    for (const {line} of drawn) if (line.means) drawLine(lines, line, along(line, line.means.x), line.means.y, "line");
     for (const index of new Set(chart.series.map((line) => line.run))) {
       for (const turn of runs[index].turns) {
         const at = x(fromStep(runs[index].clock, turn.step));
@@ -236,80 +214,57 @@ function lineChart(chart, runs) {
       }
     }
     const selection = shape("rect", {class: "selection", y: edge.top, height: inner.height, width: 0});
-    canvas.replaceChildren(definitions, grid, lines, shape("g", {class: "cursor"}), selection);
+    canvas.replaceChildren(grid, lines, shape("g", {class: "cursor"}), selection);
     tip.hidden = true;
   }
 
-  function drawLine(parent, line, xs, x, y) {
+  function drawLine(parent, line, xs, ys, name) {
     let path = "", isPen = false;
-    line.y.forEach((value, i) => {
-      const isDrawn = value !== null && !(state.isLog && value <= 0);
-      if (isDrawn) path += `${isPen ? "L" : "M"}${x(xs[i]).toFixed(1)} ${y(value).toFixed(1)}`;
-      const isAlone = isDrawn && !isPen && (line.y[i + 1] ?? null) === null;
-      if (isDrawn && (line.marks || isAlone)) {
-        const dot = shape("circle", {cx: x(xs[i]), cy: y(value), r: line.marks ? 3 : 2});
-        dot.style.fill = line.colour;
-        parent.append(dot);
+    ys.forEach((value, i) => {
+      const isKnown = isOnScale(value);
+      if (isKnown) {
+        const x = scale.x(xs[i]), y = scale.y(value), isAlone = !isPen && (ys[i + 1] ?? null) === null;
+        path += `${isPen ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+        if (line.marks || isAlone) parent.append(dot(line, x, y, line.marks ? 3 : 2));
       }
-      isPen = isDrawn;
+      isPen = isKnown;
     });
-    const stroke = shape("path", {d: path || "M0 0", class: line.means ? "line pale" : "line", "stroke-dasharray": line.dash});
-    stroke.style.stroke = line.colour;
-    parent.append(stroke);
-  }
-
-  function nearest(index, value) {
-    const xs = state.xs[index];
-    let low = 0, high = xs.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (xs[middle] <= value) low = middle; else high = middle;
-    }
-    return Math.abs((xs[high] ?? Infinity) - value) < Math.abs((xs[low] ?? Infinity) - value) ? high : low;
+    parent.append(shape("path", {d: path, class: name, stroke: line.colour, "stroke-dasharray": line.dash}));
   }
 
   function point(value) {
-    const {x, y, edge, inner, width} = state.scale;
-    const group = canvas.querySelector(".cursor");
+    if (!scale) return;
+    const {x, y, edge, inner, width} = scale, group = canvas.querySelector(".cursor");
     group.replaceChildren();
-    state.cursor = value;
-    tip.hidden = value === null;
-    if (value === null) return;
-    const rows = visible().filter((index) => state.xs[index].length).map((index) => [index, nearest(index, value)]);
-    if (!rows.length) { tip.hidden = true; return; }
-    const distance = ([index, i]) => Math.abs(state.xs[index][i] - value);
-    const anchor = rows.reduce((best, row) => distance(row) < distance(best) ? row : best);
-    const at = state.xs[anchor[0]][anchor[1]];
+    cursor = value;
+    tip.hidden = value === null || !drawn.length;
+    if (tip.hidden) return;
+    const closest = (best, place) => Math.abs(place - value) < Math.abs(best - value) ? place : best;
+    const nearest = drawn.map(({xs}) => xs.reduce(closest)), at = nearest.reduce(closest);
     group.append(shape("line", {x1: x(at), x2: x(at), y1: edge.top, y2: edge.top + inner.height}));
     const list = element("dl");
-    for (const [index, i] of rows) {
-      const line = chart.series[index], known = line.y[i];
+    drawn.forEach(({line, xs}, index) => {
+      const place = nearest[index], known = line.y[xs.indexOf(place)];
       const name = element("dt", {}, line.name);
       name.style.setProperty("--own", line.colour);
-      const elsewhere = Math.abs(state.xs[index][i] - at) > (view.axis === "step" ? 0.5 : Math.abs(at) * 1e-6);
-      list.append(name, element("dd", {}, readOut(known, chart) + (elsewhere ? ` (${axisText(state.xs[index][i])})` : "")));
-      const isInside = x(state.xs[index][i]) >= edge.left - 1 && x(state.xs[index][i]) <= width - edge.right + 1;
-      if (known !== null && isInside && !(state.isLog && known <= 0)) {
-        const dot = shape("circle", {cx: x(state.xs[index][i]), cy: y(known), r: 3.5});
-        dot.style.fill = line.colour;
-        group.append(dot);
-      }
-    }
+      const isElsewhere = Math.abs(place - at) > (view.axis === "step" ? 0.5 : Math.abs(at) * 1e-6);
+      list.append(name, element("dd", {}, readOut(known, chart) + (isElsewhere ? ` (${axisText(place)})` : "")));
+      const isInside = x(place) >= edge.left - 1 && x(place) <= width - edge.right + 1;
+      if (isOnScale(known) && isInside) group.append(dot(line, x(place), y(known), 3.5));
+    });
     tip.replaceChildren(element("strong", {}, axisText(at)), list);
     placeTip(tip, x(at), edge.top, width);
   }
 
-  let dragFrom = null;
   const position = (event) => event.clientX - canvas.getBoundingClientRect().left;
   canvas.addEventListener("pointerdown", (event) => {
-    if (event.button !== 0 || !state.scale) return;
+    if (event.button !== 0) return;
     dragFrom = position(event);
     canvas.setPointerCapture(event.pointerId);
   });
   canvas.addEventListener("pointermove", (event) => {
-    if (!state.scale) return;
-    if (dragFrom === null) { point(state.scale.unX(position(event))); return; }
-    const {edge, inner} = state.scale, clamp = (pixel) => Math.min(edge.left + inner.width, Math.max(edge.left, pixel));
+    if (dragFrom === null) { point(scale && scale.unX(position(event))); return; }
+    const {edge, inner} = scale, clamp = (pixel) => Math.min(edge.left + inner.width, Math.max(edge.left, pixel));
     const ends = [clamp(dragFrom), clamp(position(event))].sort((a, b) => a - b);
     const selection = canvas.querySelector(".selection");
     selection.setAttribute("x", ends[0]);
@@ -319,24 +274,23 @@ function lineChart(chart, runs) {
     if (dragFrom === null) return;
     const ends = [dragFrom, position(event)].sort((a, b) => a - b);
     dragFrom = null;
-    if (ends[1] - ends[0] > 6) setView(view.axis, ends.map(state.scale.unX));
+    if (ends[1] - ends[0] > 6) setView(view.axis, ends.map(scale.unX));
   });
   canvas.addEventListener("pointercancel", () => { dragFrom = null; draw(); });
-  canvas.addEventListener("pointerleave", () => { if (dragFrom === null && state.scale) point(null); });
-  canvas.addEventListener("blur", () => { if (state.scale) point(null); });
+  canvas.addEventListener("pointerleave", () => { if (dragFrom === null) point(null); });
+  canvas.addEventListener("blur", () => point(null));
   canvas.addEventListener("dblclick", () => setView(view.axis, null));
   canvas.addEventListener("keydown", (event) => {
     if (event.key === "Escape") setView(view.axis, null);
-    if (!["ArrowLeft", "ArrowRight"].includes(event.key) || !state.scale) return;
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
     event.preventDefault();
-    const [left, right] = [Number(canvas.dataset.from), Number(canvas.dataset.to)];
+    const {left, right} = scale;
     const stride = Math.max((right - left) / 60, view.axis === "step" ? 1 : 0);
-    const next = (state.cursor ?? left) + (event.key === "ArrowRight" ? stride : -stride);
-    point(Math.min(right, Math.max(left, state.cursor === null ? left : next)));
+    const next = cursor === null ? left : cursor + (event.key === "ArrowRight" ? stride : -stride);
+    point(Math.min(right, Math.max(left, next)));
   });
-  const self = {draw};
-  view.charts.push(self);
-  new ResizeObserver(() => draw()).observe(box);
+  view.listeners.push(draw);
+  new ResizeObserver(draw).observe(box);
   return node;
 }
 

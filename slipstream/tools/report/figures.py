@@ -4,80 +4,18 @@ value."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .read import Run
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure, with a value for every run."""
-
-    label: str
-    meaning: str
-    values: tuple[float | None, ...]
-    """Values for the comparison, one per run. None means that the value is unknown."""
-    texts: tuple[str, ...]
-    """Values as text."""
-    details: tuple[str, ...]
-    """Additional details as text; may be empty."""
-    better: str = ""
-    """Which values are better: "lower" or "higher". Empty if neither is better."""
-    differing: str = ""
-    """Name of a setting in which the runs differ and which makes their values incomparable. Empty if there is none."""
-
-    @property
-    def best(self) -> tuple[bool, ...]:
-        """Returns for every run whether it has the best value. No run is marked if the values are not comparable, or if
-        there are no two known values that differ."""
-        known = [value for value in self.values if value is not None]
-        if not self.better or self.differing or len(set(known)) < 2:
-            return (False,) * len(self.values)
-        best = min(known) if self.better == "lower" else max(known)
-        return tuple(value == best for value in self.values)
-
-
-def figures(runs: Sequence[Run]) -> list[Figure]:
-    table = [_of_run(run) for run in runs]
-    found = []
-    for label, (meaning, better) in MEANINGS.items():
-        differing = next((name for name in ALIKE.get(label, ()) if _differs(runs, name)), "")
-        found.append(
-            Figure(
-                label,
-                f"{meaning}; not to be compared, {differing} differs" if differing else meaning,
-                tuple(row[label][0] for row in table),
-                tuple(row[label][1] for row in table),
-                tuple(row[label][2] for row in table),
-                better,
-                differing,
-            )
-        )
-    return found
-
-
-def _differs(runs: Sequence[Run], name: str) -> bool:
-    """Returns whether two runs have different values of a setting. Runs without a value are ignored."""
-    said = [run.summary.get(name, run.config.get(name)) for run in runs]
-    return len({str(value) for value in said if value is not None}) > 1
-
-
-MEANINGS = {
-    "Training loss": ("nats per token, mean of the last twentieth of the steps", "lower"),
-    "Held-out loss": ("nats per token, at the last evaluation", "lower"),
-    "Throughput": ("tokens per second, over the whole run", "higher"),
-    "Utilisation": ("share of the steady window a stage spent on actions, mean over stages", "higher"),
-    "Delay": ("updates between the weights a gradient was taken at and those it is applied to", ""),
-    "Weight versions": ("most that any stage held at once", ""),
-    "Peak memory": ("of the stage that needs most", "lower"),
-    "Progress": ("updates made", ""),
-}
-"""Label of every figure, in the order in which they are shown, with its meaning and which values are better."""
-
+Entry = tuple[float | None, str, str]
+"""Value of a run for the comparison, the same as text, and details as text, which may be empty. None means unknown."""
+UNKNOWN: Entry = (None, "not known", "")
+MAX_LISTED = 8
+"""Maximum number of stages whose utilisation is listed."""
 _DATA = (
     *("data.tokenizer", "data.sources", "data.weights", "data.validation_sources", "data.validation_fraction"),
     "model.vocab_size",
@@ -91,26 +29,31 @@ ALIKE = {
 }
 """Settings, from the summary or the configuration, that must be equal in all runs before a figure can have a best
 run."""
-UNKNOWN = "not known"
-MAX_LISTED = 8
-"""Maximum number of stages whose utilisation is listed."""
-Entry = tuple[float | None, str, str]
-"""Value, text and details."""
 
 
-def _of_run(run: Run) -> dict[str, Entry]:
-    summary = run.summary
-    num_steps = len(run.metrics.steps)
-    return {
-        "Training loss": _training_loss(run),
-        "Held-out loss": _held_out_loss(run),
-        "Throughput": _throughput(run),
-        "Utilisation": _utilisation(run),
-        "Delay": _delay(run),
-        "Weight versions": _count(number(summary, "live_weight_versions")),
-        "Peak memory": _memory(run),
-        "Progress": _progress(run, num_steps),
-    }
+def figures(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns the figures in the order in which they are shown."""
+    found = []
+    for label, meaning, best, of_run in FIGURES:
+        values, texts, details = zip(*map(of_run, runs), strict=True)
+        differing = next((name for name in ALIKE.get(label, ()) if _differs(runs, name)), None)
+        if differing:
+            meaning, best = f"{meaning}; not to be compared, {differing} differs", None
+        marks = _marks(values, best)
+        found.append({"label": label, "meaning": meaning, "values": texts, "details": details, "best": marks})
+    return found
+
+
+def _differs(runs: Sequence[Run], name: str) -> bool:
+    """Returns whether two runs have different values of a setting. Runs without a value are ignored."""
+    said = [run.summary.get(name, run.config.get(name)) for run in runs]
+    return len({str(value) for value in said if value is not None}) > 1
+
+
+def _marks(values: Sequence[float | None], best: Callable[[set[float]], float] | None) -> tuple[bool, ...]:
+    """Returns for every run whether it has the best value. No run is marked if no two known values differ."""
+    known = {value for value in values if value is not None}
+    return tuple(best is not None and len(known) > 1 and value == best(known) for value in values)
 
 
 def _training_loss(run: Run) -> Entry:
@@ -122,7 +65,7 @@ def _training_loss(run: Run) -> Entry:
     if last is None and len(known):
         last = float(known[-max(1, len(known) // 20) :].mean())
     if last is None or first is None:
-        return None, UNKNOWN, ""
+        return UNKNOWN
     return last, f"{last:.4f}", f"{first:.4f} at the first step"
 
 
@@ -133,7 +76,7 @@ def _held_out_loss(run: Run) -> Entry:
     loss = number(run.summary, "val_loss")
     loss = last if loss is None else loss
     if loss is None:
-        return None, UNKNOWN, ""
+        return UNKNOWN
     if known.sum() < 2:
         return loss, f"{loss:.4f}", ""
     lowest = losses[known].argmin()
@@ -147,7 +90,7 @@ def _throughput(run: Run) -> Entry:
     if rate is None and total > 0 and np.isfinite(tokens).any():
         rate = float(np.nanmax(tokens)) / total
     if rate is None:
-        return None, UNKNOWN, ""
+        return UNKNOWN
     return rate, f"{rate:,.0f} tokens/s", f"in {duration(total)}"
 
 
@@ -158,7 +101,7 @@ def _utilisation(run: Run) -> Entry:
         per_stage = [float(column[-1]) if np.isfinite(column[-1]) else None for column in columns]
     known = [value for value in per_stage if value is not None]
     if not known:
-        return None, UNKNOWN, ""
+        return UNKNOWN
     mean = sum(known) / len(known)
     expected = number(run.summary, "expected_utilisation", "mean")
     some = ", ".join("-" if value is None else f"{100 * value:.1f}" for value in per_stage[:MAX_LISTED])
@@ -172,19 +115,20 @@ def _delay(run: Run) -> Entry:
     if (low is None or high is None) and np.isfinite(seen).any():
         low = high = float(seen[np.isfinite(seen)][-1])
     if low is None or high is None:
-        return None, UNKNOWN, ""
+        return UNKNOWN
     text = f"{high:g}" if low == high else f"{low:g} to {high:g}"
     return high, text, "steps on every stage" if low == high else "steps, by stage"
 
 
-def _count(value: float | None) -> Entry:
-    return (None, UNKNOWN, "") if value is None else (value, f"{value:g}", "at most, on a stage")
+def _weight_versions(run: Run) -> Entry:
+    versions = number(run.summary, "live_weight_versions")
+    return UNKNOWN if versions is None else (versions, f"{versions:g}", "at most, on a stage")
 
 
 def _memory(run: Run) -> Entry:
     per_stage = [value for value in numbers(run.summary, "peak_memory_bytes") if value is not None]
     if not per_stage:
-        return None, UNKNOWN, ""
+        return UNKNOWN
     if shares_memory(run):
         return max(per_stage), size(max(per_stage)), "one process, all stages"
     return max(per_stage), size(max(per_stage)), f"{size(sum(per_stage))} over all stages"
@@ -195,34 +139,54 @@ def shares_memory(run: Run) -> bool:
     return run.config.get("pipeline.transport") == "thread" and run.config.get("train.device", "cpu") == "cpu"
 
 
-def _progress(run: Run, num_steps: int) -> Entry:
+def _progress(run: Run) -> Entry:
     planned = number(run.config, "train.steps") or number(run.summary, "steps")
-    made = int(run.metrics.steps[-1]) if num_steps else 0
+    made = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
     text = f"{made:,} steps" if planned is None else f"{made:,} of {planned:,.0f} steps"
     tokens = run.metrics.column("tokens")
     known = tokens[np.isfinite(tokens)]
     return float(made), text, f"{known.max():,.0f} tokens" if len(known) else ""
 
 
+FIGURES: tuple[tuple[str, str, Callable[[set[float]], float] | None, Callable[[Run], Entry]], ...] = (
+    ("Training loss", "nats per token, mean of the last twentieth of the steps", min, _training_loss),
+    ("Held-out loss", "nats per token, at the last evaluation", min, _held_out_loss),
+    ("Throughput", "tokens per second, over the whole run", max, _throughput),
+    ("Utilisation", "share of the steady window a stage spent on actions, mean over stages", max, _utilisation),
+    ("Delay", "updates between the weights a gradient was taken at and those it is applied to", None, _delay),
+    ("Weight versions", "most that any stage held at once", None, _weight_versions),
+    ("Peak memory", "of the stage that needs most", min, _memory),
+    ("Progress", "updates made", None, _progress),
+)
+"""Label and meaning of every figure, which of several values is best if one is, and the value of a run."""
+
+
 # ---- read values from trees that may lack them, and format values as text
 
 
 def number(tree: Any, *path: str) -> float | None:
-    for name in path:
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    if isinstance(tree, bool) or not isinstance(tree, (int, float)) or not math.isfinite(tree):
-        return None
-    return float(tree)
+    return _number(_at(tree, path))
 
 
 def numbers(tree: Any, *path: str) -> list[float | None]:
+    items = _at(tree, path)
+    return list(map(_number, items)) if isinstance(items, list) else []
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
     for name in path:
         tree = tree.get(name) if isinstance(tree, dict) else None
-    return [number({"": item}, "") for item in tree] if isinstance(tree, list) else []
+    return tree
 
 
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}\u00a0%"
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}\u00a0%"
 
 
 def size(num_bytes: float) -> str:

@@ -2,12 +2,8 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const isComparison = data.runs.length > 1;
-const PARTS = ["forward", "backward", "evaluation", "update", "data", "wait_activations", "wait_gradients", "wait_sums", "other", "rest"];
+const PARTS = ["forward", "backward", "evaluation", "update", "data", "wait_activations", "wait_gradients", "wait_sums", "other"];
 const SPOKEN = {wait_activations: "wait for activations", wait_gradients: "wait for gradients", wait_sums: "wait for sums"};
-
-function panel(title, ...children) {
-  return element("section", {class: "panel"}, title ? element("div", {class: "heading"}, element("h3", {}, title)) : null, ...children);
-}
 
 function runDot(index) {
   const dot = element("i", {class: "dot", "aria-hidden": "true"});
@@ -15,31 +11,28 @@ function runDot(index) {
   return dot;
 }
 
+const headOfRuns = () => element("thead", {}, element("tr", {}, element("td"),
+  ...data.runs.map((run, index) => element("th", {scope: "col"}, runDot(index), run.name))));
+
 const titled = (index, title) => isComparison ? `${data.runs[index].name}: ${title}` : title[0].toUpperCase() + title.slice(1);
 
 // ---- header and axis
 
 function header() {
-  const node = document.getElementById("header");
-  if (!isComparison) {
-    const [run] = data.runs;
-    node.append(element("h1", {}, run.name), element("p", {class: "facts"}, [...run.facts, run.isFinished ? "" : "not finished"].filter(Boolean).join(" · ")));
-    return;
+  const node = document.getElementById("header"), facts = data.runs.map((run) => run.facts.join(" · "));
+  if (isComparison) {
+    const items = data.runs.map((run, index) => element("li", {}, runDot(index), element("b", {}, run.name), " ", element("span", {class: "facts"}, facts[index])));
+    node.append(element("h1", {}, `${data.runs.length} runs`), element("ul", {class: "runs"}, ...items));
+  } else {
+    node.append(element("h1", {}, data.runs[0].name), element("p", {class: "facts"}, facts[0]));
   }
-  node.append(element("h1", {}, `${data.runs.length} runs`));
-  const list = element("ul", {class: "runs"});
-  data.runs.forEach((run, index) => {
-    const facts = [...run.facts, run.isFinished ? "" : "not finished"].filter(Boolean).join(" · ");
-    list.append(element("li", {}, runDot(index), element("b", {}, run.name), " ", element("span", {class: "facts"}, facts)));
-  });
-  node.append(list);
 }
 
 function axisControl() {
   const node = document.getElementById("axis"), buttons = {};
   node.append(element("span", {}, "over"));
-  for (const [name, {label}] of Object.entries(AXES)) {
-    buttons[name] = element("button", {type: "button", class: "small", onclick: () => setView(name, null)}, label);
+  for (const name of Object.keys(COLUMN_OF_AXIS)) {
+    buttons[name] = element("button", {type: "button", class: "small", onclick: () => setView(name, null)}, name);
     node.append(buttons[name]);
   }
   const reset = element("button", {type: "button", class: "small reset", id: "reset", onclick: () => setView(view.axis, null)}, "reset zoom");
@@ -55,11 +48,11 @@ function axisControl() {
 // ---- tabs
 
 function tabs(contents) {
-  const bar = document.getElementById("tabs"), main = document.getElementById("main"), names = Object.keys(contents);
+  const bar = document.getElementById("tabs"), main = document.getElementById("main"), names = Object.keys(contents), nodes = {};
   const usesAxis = new Set(["Overview", "Training", "Pipeline"]);
   const select = (name, isFocused) => {
     for (const other of names) {
-      const [tab, body] = contents[other].nodes, isOn = other === name;
+      const [tab, body] = nodes[other], isOn = other === name;
       tab.setAttribute("aria-selected", String(isOn));
       tab.tabIndex = isOn ? 0 : -1;
       body.hidden = !isOn;
@@ -77,8 +70,8 @@ function tabs(contents) {
       event.preventDefault();
       select(names[(next + names.length) % names.length], true);
     });
-    const body = element("div", {role: "tabpanel", id: `panel-${id}`, "aria-labelledby": `tab-${id}`, hidden: ""}, ...contents[name].children);
-    contents[name].nodes = [tab, body];
+    const body = element("div", {role: "tabpanel", id: `panel-${id}`, "aria-labelledby": `tab-${id}`, hidden: ""}, ...contents[name]);
+    nodes[name] = [tab, body];
     bar.append(tab);
     main.append(body);
   });
@@ -98,11 +91,10 @@ function cards() {
 }
 
 function comparison() {
-  const head = element("tr", {}, element("td"), ...data.runs.map((run, index) => element("th", {scope: "col"}, runDot(index), run.name)));
   const rows = data.figures.map((figure) => element("tr", {}, element("th", {scope: "row"}, figure.label, element("small", {}, figure.meaning)),
     ...figure.values.map((value, index) => element("td", figure.best[index] ? {class: "best"} : {},
       element("span", {class: "value"}, value), figure.best[index] ? element("em", {}, "best") : null, element("small", {}, figure.details[index])))));
-  return panel("", element("div", {class: "scroll"}, element("table", {id: "comparison"}, element("thead", {}, head), element("tbody", {}, ...rows))));
+  return panel("", element("div", {class: "scroll"}, element("table", {id: "comparison"}, headOfRuns(), element("tbody", {}, ...rows))));
 }
 
 function notes() {
@@ -117,13 +109,8 @@ function legendOf(keys, hidden, redraw) {
   keys.forEach((key, index) => {
     const swatch = element("i", {class: "block", "aria-hidden": "true"});
     swatch.style.background = partColour(key, index);
-    const button = element("button", {type: "button", "aria-pressed": "true", title: "Show or hide this part"}, swatch, spoken(key));
-    button.addEventListener("click", () => {
-      if (!hidden.delete(index)) hidden.add(index);
-      button.setAttribute("aria-pressed", String(!hidden.has(index)));
-      redraw();
-    });
-    legend.append(button);
+    const act = (isShown) => { hidden[index] = !isShown; redraw(); };
+    legend.append(toggle(true, act, {title: "Show or hide this part"}, swatch, spoken(key)));
   });
   return legend;
 }
@@ -147,12 +134,12 @@ const spoken = (key) => SPOKEN[key] || key.replaceAll("_", " ");
 
 function splitBars(split, run) {
   const title = titled(run, "where each stage's time went");
-  if (!split.keys.length) return panel(title, element("p", {class: "missing"}, "Not recorded: the run has not ended, or is older than this figure."));
-  const about = element("p", {class: "about"}), [node, rows] = bars(), hidden = new Set();
+  if (!split.keys.length) return panel(title, missing("Not recorded: the run has not ended, or is older than this figure."));
+  const about = element("p", {class: "about"}), [node, rows] = bars(), hidden = [];
   function redraw() {
     const isZoomed = view.range && split.sums.length;
     let shares = split.window;
-    about.textContent = split.about;
+    about.textContent = "Share of the steady window, from when the pipeline had filled to when it drained.";
     if (isZoomed || !shares.length) {
       const last = split.steps[split.steps.length - 1];
       const [from, to] = view.range ? view.range.map((end) => Math.min(last, Math.max(0, toStep(data.runs[run].clock, end)))) : [0, last];
@@ -167,7 +154,7 @@ function splitBars(split, run) {
     rows.replaceChildren(...shares.map((parts, stage) => {
       const bar = element("div", {class: "bar"});
       parts.forEach((share, index) => {
-        if (hidden.has(index) || share <= 0) return;
+        if (hidden[index] || share <= 0) return;
         const text = `${(100 * share).toFixed(1)} %`;
         const piece = element("span", {"data-tip": `stage ${stage}, ${spoken(split.keys[index])}: ${text}`}, element("b", {}, text));
         piece.style.width = 100 * share + "%";
@@ -186,19 +173,17 @@ function memoryBars() {
   const most = Math.max(0, ...data.memory.flatMap((memory) => memory.bytes.filter((bytes) => bytes !== null)));
   return data.memory.map((memory, run) => {
     const title = titled(run, "peak memory per stage");
-    if (!memory.bytes.length) return panel(title, element("p", {class: "missing"}, "Not known before the run has ended."));
+    if (!memory.bytes.length) return panel(title, missing("Not known before the run has ended."));
     const [node, rows] = bars();
     rows.append(...memory.bytes.map((bytes, stage) => {
       const piece = element("span", {"data-tip": bytes === null ? "not known" : `stage ${stage}: ${bytes.toLocaleString("en-US")} bytes`});
       piece.style.width = (most ? 100 * bytes / most : 0) + "%";
       piece.style.background = colour(isComparison ? run : 0);
-      return element("div", {class: "row"}, element("span", {class: "name"}, `stage ${stage}`), element("div", {class: "bar thin"}, piece), element("span", {class: "amount"}, bytes === null ? "not known" : memoryText(bytes)));
+      return element("div", {class: "row"}, element("span", {class: "name"}, `stage ${stage}`), element("div", {class: "bar thin"}, piece), element("span", {class: "amount"}, memory.texts[stage]));
     }));
     return panel(title, node, element("p", {class: "about"}, memory.about + (isComparison ? " All runs have the same scale." : "")));
   });
 }
-
-const memoryText = (bytes) => bytes >= 2 ** 30 ? (bytes / 2 ** 30).toFixed(2) + " GiB" : (bytes / 2 ** 20).toFixed(0) + " MiB";
 
 function stageTable(stages, run) {
   if (!stages.rows.length) return null;
@@ -210,7 +195,7 @@ function stageTable(stages, run) {
 // ---- configuration
 
 function configuration() {
-  if (!data.config.length) return [panel("", element("p", {class: "missing"}, "No configuration was found."))];
+  if (!data.config.length) return [panel("", missing("No configuration was found."))];
   const search = element("input", {type: "search", id: "search", placeholder: "search settings and values", "aria-label": "Search the configuration"});
   const onlyDifferent = element("input", {type: "checkbox", id: "different"});
   const count = element("span", {class: "about", "aria-live": "polite"});
@@ -230,29 +215,27 @@ function configuration() {
   }
   search.addEventListener("input", update);
   onlyDifferent.addEventListener("change", update);
-  const head = isComparison ? element("thead", {}, element("tr", {}, element("td"), ...data.runs.map((run, index) => element("th", {scope: "col"}, runDot(index), run.name)))) : null;
   const choice = isComparison ? element("label", {}, onlyDifferent, `only the ${numDifferent} that differ`) : null;
   update();
-  return [panel("", element("div", {class: "controls"}, search, choice, count), element("div", {class: "scroll"}, element("table", {id: "config"}, head, body)))];
+  return [panel("", element("div", {class: "controls"}, search, choice, count), element("div", {class: "scroll"}, element("table", {id: "config"}, isComparison ? headOfRuns() : null, body)))];
 }
 
 // ---- all of it
 
 const charts = (tab) => data.charts[tab].map((chart) => lineChart(chart, data.runs));
 const grid = (nodes) => element("div", {class: "charts"}, ...nodes);
-document.getElementById("main").replaceChildren();
 header();
 document.getElementById("footer").append(
   element("span", {id: "hint"}, "Drag over a chart to zoom all charts to those steps; double click, or Escape, shows all again. ",
     data.maxPoints ? `A long curve is drawn with at most ${data.maxPoints.toLocaleString("en-US")} points: the pale line keeps the minimum and maximum of every stretch, the strong line is its mean. ` : ""),
   "Made by slipstream report from ", data.runs.map((run) => run.folder).join(", "), ".");
 tabs({
-  Overview: {children: [isComparison ? comparison() : cards(), ...charts("overview"), notes()].filter(Boolean)},
-  Training: {children: [grid(charts("training"))]},
-  Pipeline: {children: [grid(charts("pipeline")), ...data.splits.map(splitBars),
-    ...data.timelines.map((trace, run) => timeline(trace, titled(run, "timeline"))), ...data.stages.map(stageTable)].filter(Boolean)},
-  Memory: {children: memoryBars()},
-  Configuration: {children: configuration()},
+  Overview: [isComparison ? comparison() : cards(), ...charts("overview"), notes()],
+  Training: [grid(charts("training"))],
+  Pipeline: [grid(charts("pipeline")), ...data.splits.map(splitBars),
+    ...data.timelines.map((trace, run) => timeline(trace, titled(run, "timeline"))), ...data.stages.map(stageTable)],
+  Memory: memoryBars(),
+  Configuration: configuration(),
 });
 axisControl();
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setView(view.axis, view.range));

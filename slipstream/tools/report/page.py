@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .charts import charts
-from .figures import Figure, figures, number
+from .figures import figures, number
 from .read import Run
 from .series import MAX_POINTS, evenly, short
 from .stages import memory, stage_table, time_split, timeline
@@ -37,14 +37,13 @@ def page(runs: Sequence[Run]) -> str:
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
     template = string.Template((folder / "page.html").read_text(encoding="utf-8"))
-    data = page_data(runs)
     return template.substitute(
-        title=html.escape(data["title"]),
+        title=html.escape(", ".join(run.name for run in runs)),
         style=style,
         script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
-        data=as_json(data),
+        data=as_json(page_data(runs)),
     )
 
 
@@ -63,9 +62,8 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     charts_by_tab = charts(runs)
     lines = [line for tab in charts_by_tab.values() for chart in tab for line in chart["series"]]
     return {
-        "title": ", ".join(run.name for run in runs),
         "runs": [_run(run) for run in runs],
-        "figures": [_figure(figure) for figure in figures(runs)],
+        "figures": figures(runs),
         "charts": charts_by_tab,
         "maxPoints": MAX_POINTS if any(line["means"] for line in lines) else None,
         "splits": [time_split(run) for run in runs],
@@ -88,13 +86,13 @@ def _run(run: Run) -> dict[str, Any]:
         config.get("optimizer.name"),
         config.get("train.device"),
         f"torch {summary['torch']}" if "torch" in summary else None,
+        None if summary else "not finished",
     ]
     return {
         "name": run.name,
         "folder": str(run.folder),
         "facts": [str(fact) for fact in facts if fact],
         "notes": list(run.notes),
-        "isFinished": bool(summary),
         "clock": _clock(run),
         "turns": turns,
     }
@@ -122,16 +120,6 @@ def _clock(run: Run) -> dict[str, list[float | None]]:
     tokens = np.maximum.accumulate(np.nan_to_num(metrics.column("tokens")))
     columns = {"steps": metrics.steps, "tokens": tokens, "seconds": seconds}
     return {name: [0, *map(short, column[kept])] for name, column in columns.items()}
-
-
-def _figure(figure: Figure) -> dict[str, Any]:
-    return {
-        "label": figure.label,
-        "meaning": figure.meaning,
-        "values": figure.texts,
-        "details": figure.details,
-        "best": figure.best,
-    }
 
 
 def _config(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import math
 import tomllib
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,9 +41,9 @@ class Metrics:
     columns: dict[Key, Column]
     validation_steps: Column
     validation_losses: Column
-    validation_parts: dict[str, Column] = field(default_factory=dict)
+    validation_parts: dict[str, Column]
     """Validation loss of every source at `validation_steps`, if a run evaluates each."""
-    is_torn: bool = False
+    is_torn: bool
     """Whether the last line is incomplete because the run was still writing it."""
 
     def group(self, name: str) -> dict[str, Column]:
@@ -64,7 +64,7 @@ class TraceSpan:
     """Start in microseconds. The duration has the same unit."""
     duration: float
     name: str
-    in_background: bool = False
+    in_background: bool
     """Whether the action ran in the background, at the same time as other actions."""
 
 
@@ -78,7 +78,7 @@ class Run:
     config: dict[str, Any]
     """Value of every setting, by its dotted path."""
     spans: tuple[TraceSpan, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
     """Sentences that say what is missing."""
 
 
@@ -93,10 +93,7 @@ def read_run(folder: Path, name: str, advance: Callable[[int], None] = lambda nu
             "There is no summary.json: the run has not ended, or was stopped. The figures here are those of the "
             "steps so far; memory and weight versions are known at the end."
         )
-    nothing = np.array([])
-    metrics = Metrics(nothing, {}, nothing, nothing)
-    if (folder / "metrics.jsonl").exists():
-        metrics = read_metrics(folder / "metrics.jsonl", advance)
+    metrics = read_metrics(folder / "metrics.jsonl", advance)
     if metrics.is_torn:
         notes.append("The last line of metrics.jsonl is half a line and was left out.")
     notes += _missing_metrics(metrics)
@@ -186,9 +183,12 @@ def _filled(columns: Mapping[Name, array[float]], length: int) -> dict[Name, Col
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file: none if it does not exist."""
     try:
         with open_plain_file(path) as file:
             yield from file
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise _unreadable(path, error) from error
 

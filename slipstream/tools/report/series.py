@@ -15,19 +15,19 @@ MAX_POINTS = 2000
 20 such lines is still small."""
 
 
-def stretches(num_points: int, max_points: int = MAX_POINTS) -> list[NDArray[np.intp]]:
-    """Returns the indices of a long column in consecutive pieces. Three points and a mean of every piece add up to
-    max_points."""
-    return np.array_split(np.arange(num_points), max(1, (max_points - 2) // 4))
+def stretches(num_points: int) -> list[NDArray[np.intp]]:
+    """Returns the indices of a long column in consecutive pieces. Three points and a mean of every piece, and the two
+    ends, add up to MAX_POINTS."""
+    return np.array_split(np.arange(num_points), (MAX_POINTS - 2) // 4)
 
 
-def thin(values: Column, max_points: int = MAX_POINTS) -> NDArray[np.intp]:
+def thin(values: Column) -> NDArray[np.intp]:
     """Returns the indices to draw: the minimum, the maximum and one gap (nan) of every piece, and the two ends of the
     column. So a spike or a nan of one step stays visible."""
-    if len(values) <= max_points:
+    if len(values) <= MAX_POINTS:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
-    for stretch in stretches(len(values), max_points):
+    for stretch in stretches(len(values)):
         known = np.isfinite(values[stretch])
         if not known.all():
             kept.add(int(stretch[np.argmin(known)]))

@@ -36,13 +36,11 @@ def time_split(run: Run) -> dict[str, Any]:
     steps, stages = run.metrics.steps, seconds_by_stage(run)
     given = run.summary.get("time_split")
     window = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
-    about = "Share of the steady window, from when the pipeline had filled to when it drained."
     names = {name: None for part in (*window, *stages) for name in part}
     keys = [name for name in PARTS if name in names] + [name for name in names if name not in PARTS]
     kept = evenly(len(steps), SPLIT_POINTS)
     return {
         "keys": keys,
-        "about": about,
         "window": [[number(part, key) or 0 for key in keys] for part in window],
         "steps": [0, *(int(step) for step in steps[kept])] if stages else [],
         "sums": [[_sums(parts.get(key), kept) for key in keys] for parts in stages],
@@ -86,7 +84,9 @@ def memory(run: Run) -> dict[str, Any]:
         about = "Peak of the allocator of each stage's device."
     elif shares_memory(run):
         about = "The stages are threads of one process: each bar is the peak of all of them together."
-    return {"bytes": numbers(run.summary, "peak_memory_bytes"), "about": about}
+    peaks = numbers(run.summary, "peak_memory_bytes")
+    texts = ["not known" if peak is None else size(peak) for peak in peaks]
+    return {"bytes": peaks, "texts": texts, "about": about}
 
 
 def timeline(run: Run) -> dict[str, Any]:

@@ -5,29 +5,26 @@ const ROW = 46, MAIN = 28, STRIP = 9, HEAD = 6, FOOT = 40;
 const BOXES_AT_FIRST = 14;
 
 function timeline(trace, title) {
-  const node = element("section", {class: "panel chart"});
-  const heading = element("div", {class: "heading"}, element("h3", {}, title));
-  node.append(heading);
-  if (!trace.spans.length) {
-    node.append(element("p", {class: "missing"}, "No trace.json: it is written when a run ends."));
-    return node;
-  }
+  if (!trace.spans.length) return panel(title, missing("No trace.json: it is written when a run ends."));
   const spans = trace.spans.map(([stage, op, microbatch, version, start, duration, isBeside, name]) => ({
-    stage, op, microbatch, version, start, end: start + duration, isBeside: isBeside === 1,
+    stage, op, microbatch, version, start, end: start + duration, isBeside,
     text: op === "W" ? name : `${stage}${op}${microbatch}@v${version}`,
   }));
   const total = Math.max(...spans.map((span) => span.end), 1);
   const canvas = element("canvas", {tabindex: "0", role: "img", "aria-label": `${title}: what each stage did, over time. Arrow keys move, plus and minus zoom, Escape shows all.`});
   const tip = element("div", {class: "tip", hidden: ""});
   const box = element("div", {class: "plot"}, canvas, tip);
-  const hidden = new Set();
+  const hidden = {};
   const legend = element("div", {class: "legend"});
+  const about = element("p", {class: "about"}, "Shades alternate with the weight version; a strip below the row is an update "
+    + "that runs beside other actions. Hover a box to find its microbatch on all stages. Drag to zoom, shift and drag to move, double click for the whole trace.");
+  const node = panel(title, box, legend, about);
   const edge = {left: 62, right: 14};
   let range = firstRange(), hovered = null, drag = null;
   const buttons = [["◀", "Earlier", () => pan(-0.5)], ["▶", "Later", () => pan(0.5)], ["−", "Zoom out", () => zoom(2)],
     ["+", "Zoom in", () => zoom(0.5)], ["all", "The whole trace", () => show([0, total])]];
   for (const [text, name, act] of buttons) {
-    heading.append(element("button", {type: "button", class: "small", "aria-label": name, title: name, onclick: act}, text));
+    node.querySelector(".heading").append(element("button", {type: "button", class: "small", "aria-label": name, title: name, onclick: act}, text));
   }
   for (const [op, name] of Object.entries(OPS)) {
     if (!spans.some((span) => span.op === op)) continue;
@@ -37,17 +34,9 @@ function timeline(trace, title) {
       half.style.background = `var(--${name}-${parity})`;
       swatch.append(half);
     }
-    const button = element("button", {type: "button", "aria-pressed": "true", title: "Show or hide these boxes"}, swatch, name);
-    button.addEventListener("click", () => {
-      if (!hidden.delete(op)) hidden.add(op);
-      button.setAttribute("aria-pressed", String(!hidden.has(op)));
-      draw();
-    });
-    legend.append(button);
+    const act = (isShown) => { hidden[op] = !isShown; draw(); };
+    legend.append(toggle(true, act, {title: "Show or hide these boxes"}, swatch, name));
   }
-  const about = element("p", {class: "about"}, "Shades alternate with the weight version; a strip below the row is an update "
-    + "that runs beside other actions. Hover a box to find its microbatch on all stages. Drag to zoom, shift and drag to move, double click for the whole trace.");
-  node.append(box, legend, about);
 
   function firstRange() {
     // Enough boxes of one stage to read their labels, from the middle of the trace.
@@ -107,7 +96,7 @@ function timeline(trace, title) {
     pen.clip();
     pen.font = "11px ui-monospace, monospace";
     pen.textAlign = "center";
-    const inView = spans.filter((span) => span.end >= range[0] && span.start <= range[1] && !hidden.has(span.op));
+    const inView = spans.filter((span) => span.end >= range[0] && span.start <= range[1] && !hidden[span.op]);
     for (const span of inView) {
       const at = place(span), parity = span.op === "U" || span.op === "W" ? 0 : Math.max(0, span.version) % 2;
       pen.fillStyle = value(`--${OPS[span.op]}-${parity}`);
@@ -159,7 +148,7 @@ function timeline(trace, title) {
     if (left < edge.left || left > edge.left + innerWidth()) return null;
     for (let i = spans.length - 1; i >= 0; i--) {
       const at = place(spans[i]);
-      if (!hidden.has(spans[i].op) && left >= at.left && left <= at.left + at.width && top >= at.top && top <= at.top + at.height) return spans[i];
+      if (!hidden[spans[i].op] && left >= at.left && left <= at.left + at.width && top >= at.top && top <= at.top + at.height) return spans[i];
     }
     return null;
   }
