@@ -18,7 +18,8 @@ def idle_causes(search: Search, option: Option) -> dict[str, float]:
     """Returns the share of a step for each cause. The shares add up to the bubble."""
     costs, m = search.stage_costs(option.division), option.division.num_microbatches
     lengths = (costs.forward, costs.backward_input, costs.backward_weight, costs.update)
-    even = StageCosts(*((fmean(by_stage),) * costs.num_stages for by_stage in lengths))
+    forward, backward_input, backward_weight, update = ((fmean(by_stage),) * costs.num_stages for by_stage in lengths)
+    even = StageCosts(forward, backward_input, backward_weight, update)
     at_once = replace(costs, latency=0.0)
     times = [predict(option.schedule, each, m).step_time for each in (even, at_once, costs)]
     points = [float(fmean(costs.work(m))), *times, option.step_time]

@@ -62,7 +62,8 @@ from .stage import (
     sparse_blocks,
 )
 
-Arguments, Result = TypeVarTuple("Arguments"), TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 ENDS = ("embedding.weight", "head.output.weight")
 """Names of the weights that are one weight if embeddings are tied."""
 

@@ -229,7 +229,7 @@ def _needs(order: Order, codes: Integers) -> Integers:
     num_stages, num_played = codes.shape
     width = num_played + 1
     needs = np.full(num_stages * width, -1, dtype=np.int32)
-    place = np.empty(codes.shape, dtype=np.int32)
+    place: Integers = np.empty(codes.shape, dtype=np.int32)
     np.put_along_axis(place, codes, np.arange(num_played, dtype=np.int32)[None, :], axis=1)
     place += width * np.arange(num_stages, dtype=np.int32)[:, None]
     place = place.reshape(num_stages, 2, order.num_chunks, order.num_microbatches)  # 2: forward and backward
