@@ -93,7 +93,7 @@ def _use_replicas(search: Search, whole: Option) -> list[str]:
 
 
 def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], given: Given) -> list[str]:
-    whole, largest = found.get(DATA_PARALLEL), best.memory[best.largest_stage]
+    whole = found.get(DATA_PARALLEL)
     num_stages, num_replicas = best.division.num_stages, best.division.num_replicas
     replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
     too_large = ""
@@ -102,8 +102,8 @@ def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], giv
     late = max(best.prediction.delay)
     sentences = [
         f"{too_large}Use {best.schedule} on {num_stages} stages{replicas}: {best.tokens_per_second:,.0f} "
-        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(largest.most)} of {_gib(search.cluster.memory)} "
-        f"GiB, on stage {best.largest_stage}."
+        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(best.largest.most)} of "
+        f"{_gib(search.cluster.memory)} GiB, on stage {best.memory.index(best.largest)}."
         + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
     ]
     if saved := savings.words(best.config, given.config, num_replicas):
@@ -173,9 +173,8 @@ def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
     if not pipelines:
         reason = "no schedule can be played with this batch: give another with --batch-tokens"
         return Advice((f"Nothing can be planned: {reason}.",), None, None)
-    least = min(pipelines, key=lambda option: option.memory[option.largest_stage].most)
-    memory = least.memory[least.largest_stage]
-    marks = savings.marks(least.config, least.division.num_replicas)
+    least = min(pipelines, key=lambda option: option.largest.most)
+    memory, marks = least.largest, savings.marks(least.config, least.division.num_replicas)
     sentences = [
         f"Nothing fits into {_gib(smallest.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
         f"{least.schedule} on {least.division.num_stages} stages{f' and {marks}' if marks else ''} ({_parts(memory)}).",
@@ -187,7 +186,7 @@ def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
         if more is not None:
             sentences.append(
                 f"It needs more devices: {schedule} on {more.division.num_stages} stages would take "
-                f"{_gib(more.memory[more.largest_stage].most)} GiB of each."
+                f"{_gib(more.largest.most)} GiB of each."
             )
             break
     else:

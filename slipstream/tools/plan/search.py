@@ -103,8 +103,9 @@ class Option:
     """Whether no faster option was left out because of its memory."""
 
     @property
-    def largest_stage(self) -> int:
-        return max(range(len(self.memory)), key=lambda stage: self.memory[stage].most)
+    def largest(self) -> StageMemory:
+        """Returns the memory of the stage that needs the most."""
+        return max(self.memory, key=lambda stage: stage.most)
 
     @property
     def bubble(self) -> float:
@@ -164,7 +165,7 @@ class Search:
                 larger = (self._predict(schedule, size) for size in possible)
                 good = (option for option in larger if option.fits and option.tokens_per_second >= least)
                 return replace(next(good, smallest[-1]), is_free=place == 0)
-        return min(smallest, key=lambda option: option.memory[option.largest_stage].most)
+        return min(smallest, key=lambda option: option.largest.most)
 
     def _best_sharded(self) -> Option | str:
         num_devices, num_layers = self.cluster.num_devices, self.model.num_layers + 2
@@ -385,7 +386,7 @@ def best_of(searches: Sequence[Search], schedule: str) -> Option | str:
             found.append(option)
     fitting = [option for option in found if option.fits]
     if not found or not fitting:
-        return min(found, key=lambda option: option.memory[option.largest_stage].most, default=reason)
+        return min(found, key=lambda option: option.largest.most, default=reason)
     most = max(option.tokens_per_second for option in fitting)
     return next(option for option in fitting if option.tokens_per_second >= (1 - ALIKE) * most)
 

@@ -46,7 +46,7 @@ def plan_table(search: Search, options: Mapping[str, Option | str], choice: Opti
 
 
 def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> list[str]:
-    memory, division = option.memory[option.largest_stage], option.division
+    memory, division = option.largest, option.division
     notes = [] if option.fits else ["too big"]
     if is_choice:
         notes.append("<- best")
@@ -154,7 +154,7 @@ def draw_plan(search: Search, options: Mapping[str, Option | str], advice: Advic
     from matplotlib import pyplot
 
     found = [option for option in options.values() if isinstance(option, Option)]
-    shown = advice.choice or min(found, key=lambda option: option.memory[option.largest_stage].most)
+    shown = advice.choice or min(found, key=lambda option: option.largest.most)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     _draw_steps(left, found)
     _draw_memory(right, shown, search.cluster.memory)

@@ -57,16 +57,16 @@ def test_two_bw_is_faster_than_a_schedule_that_drains_and_keeps_more():
 
 def test_less_memory_leaves_fewer_or_smaller_microbatches_in_flight():
     roomy = best(search(), "two_bw")
-    tight = best(search(memory=0.95 * roomy.memory[roomy.largest_stage].most), "two_bw")
+    tight = best(search(memory=0.95 * roomy.largest.most), "two_bw")
     assert roomy.fits and tight.fits
-    assert tight.memory[tight.largest_stage].most < roomy.memory[roomy.largest_stage].most
+    assert tight.largest.most < roomy.largest.most
     assert tight.tokens_per_second <= roomy.tokens_per_second * 1.02
 
 
 def test_what_does_not_fit_is_reported_with_what_it_would_take():
     option = best(search(memory=1e5), "one_f_one_b")
     assert not option.fits
-    assert option.memory[option.largest_stage].most > 1e5
+    assert option.largest.most > 1e5
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_in_words():
