@@ -27,7 +27,7 @@ from typing import Any
 from slipstream.model.registry import Decoder
 from slipstream.tools.bench.workloads import GpuSetting, Placement, layers_per_chunk
 from slipstream.tools.plan.costs import measured_costs
-from slipstream.tools.plan.predict import StageCosts, predict, why_not
+from slipstream.tools.plan.predict import SCHEDULES, StageCosts, predict
 from slipstream.train.layer_profile import Profile, read_profile
 
 NAMES = {
@@ -76,7 +76,7 @@ def rows(
         name = NAMES.get(contender["schedule"], contender["schedule"])
         name += "_double" if contender["depth"] == "double" else ""
         num_microbatches = contender["num_microbatches"]
-        if measured is None or name.startswith("Schedule") or not name or why_not(name, num_stages, num_microbatches):
+        if measured is None or name not in SCHEDULES:
             continue
         found.append(
             (contender["name"], num_microbatches, measured["median"], predict(name, stages, num_microbatches).step_time)

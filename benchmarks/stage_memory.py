@@ -26,9 +26,10 @@ from slipstream.config.schema import Config, EvaluationSection, ModelSection, Op
 from slipstream.model.chunked_loss import decoder_and_loss
 from slipstream.model.decoder import initialise, layer_costs
 from slipstream.pipeline import partition
+from slipstream.schedule import TRAITS
 from slipstream.tools.plan.live import LiveBytes
 from slipstream.tools.plan.memory import MemoryModel
-from slipstream.tools.plan.predict import StageCosts, predict, traits_of
+from slipstream.tools.plan.predict import StageCosts, predict
 from slipstream.tools.plan.stage import Stage, StageMemory
 
 GIB = 2**30
@@ -68,7 +69,7 @@ def configure(given: argparse.Namespace) -> Config:
 
 def predict_memory(given: argparse.Namespace, config: Config, sizes: list[int]) -> StageMemory:
     alike = (1.0,) * given.stages
-    prediction = predict(given.schedule, StageCosts(alike, alike, alike), given.microbatches)
+    prediction = predict(given.schedule, StageCosts(alike, alike, alike, (0.0,) * given.stages), given.microbatches)
     stage = Stage(
         index=given.stage,
         num_stages=given.stages,
@@ -78,8 +79,7 @@ def predict_memory(given: argparse.Namespace, config: Config, sizes: list[int]) 
         delay=prediction.delay[given.stage],
         in_flight=prediction.in_flight[given.stage],
         max_in_flight=max(prediction.in_flight),
-        background_update=given.schedule == "two_bw",
-        flushes=traits_of(given.schedule).flushes,
+        traits=TRAITS[given.schedule],
     )
     model = MemoryModel(config, model_of(config, 0), given.device)
     return model.stage_memory(stage, given.microbatch_size)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from ..tools.plan.memory import MemoryModel
 from ..tools.plan.predict import SCHEDULES
 from ..tools.plan.savings import ever_smaller
 from ..tools.plan.search import DATA_PARALLEL, Cluster, Option, Search, best_of
-from ..tools.plan.show import WIDE, can_draw, draw_plan, plan_table, plan_tree
+from ..tools.plan.show import WIDE, draw_plan, plan_table, plan_tree
 from ..train.layer_profile import Profile, read_profile
 from .config_arguments import check_folder, config_of, parse_with_config, progress_bar, wide_console, write_to
 
@@ -100,11 +100,18 @@ def main(arguments: list[str]) -> None:
             _costs(given, smaller, model, device, profile),
             cluster,
             batch_size,
-            replace(memory_model, config=smaller),  # `replace` keeps the cache of the counts that all searches share
+            replace(memory_model, config=smaller),  # keeps the cache
         )
         for smaller in ever_smaller(config, model, given.devices, profile is not None)
     ]
-    options = _search(searches)
+    options = {}
+    names = (DATA_PARALLEL, FSDP, *SCHEDULES)
+    with progress_bar() as progress:
+        task = progress.add_task("planning", total=len(names))
+        for name in names:
+            progress.update(task, description=f"planning {name}")
+            options[name] = best_of(searches, name)
+            progress.advance(task)
     advice = advise(searches, options, Given(path, default, asked, train_device))
     _print(screen, searches[0], device, options, advice, given.tokens)
     _write(given, searches[0], options, advice, screen)
@@ -145,7 +152,7 @@ def _check_plan(given: PlanArguments) -> None:
     if given.figure is not None:
         if given.figure.suffix not in (".png", ".svg"):
             raise UsageError(f"figure = {str(given.figure)!r} is neither .png nor .svg: name one of those")
-        if not can_draw():
+        if importlib.util.find_spec("matplotlib") is None:
             raise UsageError('figure needs matplotlib: pip install "slipstream[plot]", or leave it out')
 
 
@@ -186,27 +193,22 @@ def _costs(
     if profile is None:
         return estimate(config, model, device, given.efficiency).recomputing(recomputed)
     assert given.profile is not None
-    if (profile.optimizer, profile.dtype) != (config.optimizer.name, config.train.dtype):
-        raise UsageError(
-            f"profile = {str(given.profile)!r} is of {profile.optimizer} in {profile.dtype}, not of "
-            f"{config.optimizer.name} in {config.train.dtype}: run slipstream profile with these options"
-        )
-    computed = profile.compute_dtype or profile.dtype, config.train.compute_dtype or config.train.dtype
-    if computed[0] != computed[1]:
-        raise UsageError(
-            f"profile = {str(given.profile)!r} is of train.compute_dtype = {computed[0]!r}, not of {computed[1]!r}: "
-            "run slipstream profile with these options"
-        )
-    if profile.loss_chunk_tokens != config.train.loss_chunk_tokens:
-        raise UsageError(
-            f"profile = {str(given.profile)!r} is of train.loss_chunk_tokens = {profile.loss_chunk_tokens}, not of "
-            f"{config.train.loss_chunk_tokens}: run slipstream profile with these options"
-        )
-    if profile.compile != config.train.compile:
-        raise UsageError(
-            f"profile = {str(given.profile)!r} is of train.compile = {str(profile.compile).lower()}, not of "
-            f"{str(config.train.compile).lower()}: run slipstream profile with these options"
-        )
+    train = config.train
+    for what, measured, wanted in (
+        ("", f"{profile.optimizer} in {profile.dtype}", f"{config.optimizer.name} in {train.dtype}"),
+        (
+            "train.compute_dtype = ",
+            repr(profile.compute_dtype or profile.dtype),
+            repr(train.compute_dtype or train.dtype),
+        ),
+        ("train.loss_chunk_tokens = ", f"{profile.loss_chunk_tokens}", f"{train.loss_chunk_tokens}"),
+        ("train.compile = ", f"{profile.compile}".lower(), f"{train.compile}".lower()),
+    ):
+        if measured != wanted:
+            raise UsageError(
+                f"profile = {str(given.profile)!r} is of {what}{measured}, not of {wanted}: run slipstream profile "
+                "with these options"
+            )
     return measured_costs(profile, model, given.profile).recomputing(recomputed)
 
 
@@ -224,18 +226,6 @@ def _batch_size(given: PlanArguments, config: Config, model: ModelSpec) -> int:
             f"use {nearest}"
         )
     return size
-
-
-def _search(searches: Sequence[Search]) -> dict[str, Option | str]:
-    names = (DATA_PARALLEL, FSDP, *SCHEDULES)
-    options: dict[str, Option | str] = {}
-    with progress_bar() as progress:
-        task = progress.add_task("planning", total=len(names))
-        for name in names:
-            progress.update(task, description=f"planning {name}")
-            options[name] = best_of(searches, name)
-            progress.advance(task)
-    return options
 
 
 def _print(

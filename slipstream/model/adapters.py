@@ -150,9 +150,6 @@ class PartlyTrained(ModelSpec):
     def weight_folder(self) -> Path | None:
         return self.base.weight_folder
 
-    def widest(self, is_sparse: bool) -> int:
-        return self.base.widest(is_sparse)
-
     def weightless_flops(self) -> float:
         return self.base.weightless_flops()
 

@@ -48,9 +48,6 @@ class Decoder(ModelConfig, ModelSpec):
         idle_experts = self.num_sparse_layers * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - idle_experts * 3 * self.dim * self.expert_dim
 
-    def widest(self, is_sparse: bool) -> int:
-        return self.expert_dim * max(self.num_experts, self.num_shared_experts) if is_sparse else self.hidden_dim
-
 
 def preset(name: str, **changes: Any) -> Decoder:
     """Returns a preset of presets.py, with some of its fields changed."""

@@ -55,13 +55,6 @@ class ModelSpec(ABC):
     def num_sparse_layers(self) -> int:
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
-    def widest(self, is_sparse: bool) -> int:
-        """Returns the largest width inside a block.
-
-        is_sparse: whether the block has experts. The widths of all its experts are then added.
-        """
-        return self.dim
-
     def resized(self, num_layers: int, num_dense_layers: int = 0) -> Self:
         """Returns the same model with another number of layers."""
         changes = {"num_dense_layers": num_dense_layers} if self.num_experts else {}

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config.schema import Config
-from ...schedule import TRAITS
 from . import savings
 from .causes import idle_causes, say_causes
 from .fsdp import FSDP
-from .predict import DOUBLE
+from .predict import DOUBLE, traits_of
 from .price import token_price
 from .search import ALIKE, DATA_PARALLEL, Option, Search
 
@@ -94,24 +93,24 @@ def _use_replicas(search: Search, whole: Option) -> list[str]:
 
 
 def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], given: Given) -> list[str]:
-    whole, largest = found.get(DATA_PARALLEL), best.memory[best.largest_stage]
-    replicas = f" in each of {best.num_replicas} replicas" if best.num_replicas > 1 else ""
+    whole = found.get(DATA_PARALLEL)
+    num_stages, num_replicas = best.division.num_stages, best.division.num_replicas
+    replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
     too_large = ""
     if whole is not None and not whole.fits:
         too_large = f"One device would need {_gib(whole.memory[0].most)} GiB. "
     late = max(best.prediction.delay)
     sentences = [
-        f"{too_large}Use {best.schedule} on {best.num_stages} stages{replicas}: {best.tokens_per_second:,.0f} "
-        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(largest.most)} of {_gib(search.cluster.memory)} "
-        f"GiB, on stage {best.largest_stage}."
+        f"{too_large}Use {best.schedule} on {num_stages} stages{replicas}: {best.tokens_per_second:,.0f} "
+        f"tokens/s, a bubble of {best.bubble:.1%}, and at most {_gib(best.largest.most)} of "
+        f"{_gib(search.cluster.memory)} GiB, on stage {best.memory.index(best.largest)}."
         + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
     ]
-    if saved := savings.words(best.config, given.config, best.num_replicas):
+    if saved := savings.words(best.config, given.config, num_replicas):
         sentences.append(f"With {', '.join(saved)}.")
     if best.bubble >= BIG_BUBBLE:
         sentences.append(say_causes(search, best, idle_causes(search, best)))
-    idle = search.cluster.num_devices - best.num_devices
-    if idle:
+    if idle := search.cluster.num_devices - num_stages * num_replicas:
         sentences.append(f"{idle} of the {search.cluster.num_devices} devices stay idle.")
     return sentences
 
@@ -174,12 +173,11 @@ def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
     if not pipelines:
         reason = "no schedule can be played with this batch: give another with --batch-tokens"
         return Advice((f"Nothing can be planned: {reason}.",), None, None)
-    least = min(pipelines, key=lambda option: option.memory[option.largest_stage].most)
-    memory = least.memory[least.largest_stage]
-    marks = savings.marks(least.config, least.num_replicas)
+    least = min(pipelines, key=lambda option: option.largest.most)
+    memory, marks = least.largest, savings.marks(least.config, least.division.num_replicas)
     sentences = [
         f"Nothing fits into {_gib(smallest.cluster.memory)} GiB: the least is {_gib(memory.most)} GiB, with "
-        f"{least.schedule} on {least.num_stages} stages{f' and {marks}' if marks else ''} ({_parts(memory)}).",
+        f"{least.schedule} on {least.division.num_stages} stages{f' and {marks}' if marks else ''} ({_parts(memory)}).",
     ]
     if (fsdp := found.get(FSDP)) is not None and fsdp.fits:
         sentences.append(f"FSDP, which this trainer does not have, would: {fsdp.tokens_per_second:,.0f} tokens/s.")
@@ -187,8 +185,8 @@ def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
         more = smallest.more_devices(schedule)
         if more is not None:
             sentences.append(
-                f"It needs more devices: {schedule} on {more.num_stages} stages would take "
-                f"{_gib(more.memory[more.largest_stage].most)} GiB of each."
+                f"It needs more devices: {schedule} on {more.division.num_stages} stages would take "
+                f"{_gib(more.largest.most)} GiB of each."
             )
             break
     else:
@@ -212,34 +210,32 @@ def _gib(num_bytes: float) -> str:
 
 def _command(option: Option, given: Given) -> str:
     """Returns the command `slipstream train` with the user's options and those of the plan."""
+    division = option.division
+    schedule = "one_f_one_b" if option.schedule == DATA_PARALLEL else option.schedule
     chosen: dict[str, Any] = {
-        "pipeline.schedule": option.schedule.removesuffix(DOUBLE),
-        "pipeline.depth": "double" if option.schedule.endswith(DOUBLE) else "minimum",
-        "pipeline.stages": option.num_stages,
-        "pipeline.replicas": option.num_replicas,
-        "pipeline.microbatches": option.num_microbatches,
-        "pipeline.layers_per_stage": option.layers_per_stage,
-        "train.microbatch_size": option.microbatch_size,
+        "pipeline.schedule": schedule.removesuffix(DOUBLE),
+        "pipeline.depth": "double" if schedule.endswith(DOUBLE) else "minimum",
+        "pipeline.stages": division.num_stages,
+        "pipeline.replicas": division.num_replicas,
+        "pipeline.microbatches": division.num_microbatches,
+        "pipeline.layers_per_stage": division.layers_per_stage,
+        "train.microbatch_size": division.microbatch_size,
         "train.device": given.device,
-    }
-    if option.schedule == DATA_PARALLEL:
-        chosen["pipeline.schedule"] = "one_f_one_b"
-    if option.schedule in TRAITS and TRAITS[option.schedule].drifts:
-        chosen["optimizer.error_feedback"] = 0.0
-    chosen |= {
-        "optimizer.sharded": option.config.optimizer.sharded and option.num_replicas > 1,
+        "optimizer.sharded": option.config.optimizer.sharded and division.num_replicas > 1,
         "train.loss_chunk_tokens": option.config.train.loss_chunk_tokens,
         "train.recompute_every": option.config.train.recompute_every,
     }
+    if traits_of(schedule).drifts:
+        chosen["optimizer.error_feedback"] = 0.0
     words = ["slipstream", "train", *([given.path] if given.path else [])]
     for section in dataclasses.fields(Config):
-        hints = typing.get_type_hints(type(getattr(given.config, section.name)))
-        for member in dataclasses.fields(getattr(given.config, section.name)):
-            path = f"{section.name}.{member.name}"
-            default = getattr(getattr(given.default, section.name), member.name)
-            value = chosen.get(path, getattr(getattr(given.config, section.name), member.name))
-            if value != default and hints[member.name] is bool:
-                words.append(f"--{section.name}.{'' if value else 'no-'}{member.name}".replace("_", "-"))
+        asked, defaults = getattr(given.config, section.name), getattr(given.default, section.name)
+        hints = typing.get_type_hints(type(asked))
+        for name, default in vars(defaults).items():
+            path = f"{section.name}.{name}"
+            value = chosen.get(path, getattr(asked, name))
+            if value != default and hints[name] is bool:
+                words.append(f"--{section.name}.{'' if value else 'no-'}{name}".replace("_", "-"))
             elif value != default:
                 words += [f"--{path.replace('_', '-')}", *_words(value)]
     return shlex.join(words)

@@ -11,27 +11,19 @@ TOKENS_PER_PARAMETER = 20
 count."""
 
 
-def default_budget(search: Search) -> float:
-    return float(TOKENS_PER_PARAMETER * search.model.num_active_parameters())
-
-
-def utilisation_of(search: Search, device: DeviceKind, option: Option) -> float:
-    """Returns the model FLOP/s as a share of the peak of all devices (MFU). Recomputation does not count."""
-    peak = device.flops_in(search.memory_model.dtypes.compute)
-    return option.tokens_per_second * search.model.flops_per_token() / (search.cluster.num_devices * peak)
-
-
 def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: float | None) -> str:
-    """Returns a sentence about MFU and training time. tokens: number of tokens for a run without delay. None means 20
-    per parameter."""
-    budget = default_budget(search) if tokens is None else tokens
+    """Returns a sentence about MFU and training time. The MFU is the model FLOP/s as a share of the peak of all
+    devices, without recomputation. tokens: number of tokens for a run without delay. None means 20 per parameter."""
+    peak = search.cluster.num_devices * device.flops_in(search.memory_model.dtypes.compute)
+    utilisation = option.tokens_per_second * search.model.flops_per_token() / peak
+    budget = float(TOKENS_PER_PARAMETER * search.model.num_active_parameters()) if tokens is None else tokens
     dearer = price(search, option)
     needed = budget * dearer
     reasons = [f"{TOKENS_PER_PARAMETER} to a parameter"] if tokens is None else []
     reasons += [f"{needed:.3g} with the delay's price"] if dearer > 1 else []
     said = f" ({'; '.join(reasons)})" if reasons else ""
     return (
-        f"{option.schedule}: {utilisation_of(search, device, option):.0%} MFU; {budget:.3g} tokens"
+        f"{option.schedule}: {utilisation:.0%} MFU; {budget:.3g} tokens"
         f"{said} take {duration(needed / option.tokens_per_second)}."
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
-from .predict import predict
+from .predict import StageCosts, predict
 from .search import Option, Search
 
 WORTH_A_WORD = 0.005
@@ -16,20 +16,10 @@ EVEN = 0.03
 
 def idle_causes(search: Search, option: Option) -> dict[str, float]:
     """Returns the share of a step for each cause. The shares add up to the bubble."""
-    costs = search.stage_costs(option.layers_per_stage, option.microbatch_size, option.num_replicas)
-    num_stages, m = option.num_stages, option.num_microbatches
-
-    def mean(values: tuple[float, ...]) -> tuple[float, ...]:
-        return (fmean(values),) * num_stages
-
-    even = replace(
-        costs,
-        forward=mean(costs.forward),
-        backward_input=mean(costs.backward_input),
-        backward_weight=mean(costs.backward_weight),
-        update=mean(costs.update),
-        latency=0.0,
-    )
+    costs, m = search.stage_costs(option.division), option.division.num_microbatches
+    lengths = (costs.forward, costs.backward_input, costs.backward_weight, costs.update)
+    forward, backward_input, backward_weight, update = ((fmean(by_stage),) * costs.num_stages for by_stage in lengths)
+    even = StageCosts(forward, backward_input, backward_weight, update)
     at_once = replace(costs, latency=0.0)
     times = [predict(option.schedule, each, m).step_time for each in (even, at_once, costs)]
     points = [float(fmean(costs.work(m))), *times, option.step_time]
@@ -43,10 +33,10 @@ def idle_causes(search: Search, option: Option) -> dict[str, float]:
 def say_causes(search: Search, option: Option, causes: dict[str, float]) -> str:
     parts = [f"{share:.1%} {name}" for name, share in causes.items() if share >= WORTH_A_WORD]
     said = f"Of a step, devices idle for {' and '.join([', '.join(parts[:-1]), parts[-1]] if parts[1:] else parts)}"
-    if search.unevenness(option.num_stages) < EVEN:
+    num_stages, num_layers = option.division.num_stages, len(search.costs.layers)
+    if search.unevenness(num_stages) < EVEN:
         return f"{said}."
-    near = [count for count in search.stage_counts() if count <= 2 * option.num_stages <= 4 * count]
+    near = [count for count in search.stage_counts() if count <= 2 * num_stages <= 4 * count]
     better = [str(count) for count in near if search.unevenness(count) < EVEN]
     advice = f": {' or '.join(better)} would be even" if better else ""
-    num_layers = len(search.costs.layers)
-    return f"{said}. {num_layers} layers do not divide well among {option.num_stages} stages{advice}."
+    return f"{said}. {num_layers} layers do not divide well among {num_stages} stages{advice}."

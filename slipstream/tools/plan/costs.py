@@ -28,8 +28,6 @@ from ...optim.groups import is_matrix
 from ...train.layer_profile import LayerCost, Profile
 from .predict import StageCosts
 
-GIB = 2**30
-
 DENSE_EFFICIENCY, EXPERT_EFFICIENCY = 0.5, 0.25
 """Shares of the bf16 peak that stages of 8b and of moe-10b reached on an H200 (docs/guides/speed.md)."""
 
@@ -82,7 +80,6 @@ class ModelCosts:
     """Microbatch size of the measurement or estimate. The costs of other sizes are assumed to be proportional."""
     source: str
     """Origin of the costs, as text."""
-    is_measured: bool
 
     def recomputing(self, names: Collection[str]) -> ModelCosts:
         """Returns the costs if the layers with these names are recomputed before their backward."""
@@ -110,7 +107,7 @@ class ModelCosts:
 def measured_costs(profile: Profile, model: ModelSpec, path: Path) -> ModelCosts:
     where = f"{profile.device}, torch {profile.torch}, microbatches of {profile.microbatch_size}"
     layers = profile.layer_costs(model, path)
-    return ModelCosts(layers, profile.microbatch_size, f"measured: {path} ({where})", is_measured=True)
+    return ModelCosts(layers, profile.microbatch_size, f"measured: {path} ({where})")
 
 
 def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float | None = None) -> ModelCosts:
@@ -152,10 +149,11 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
     if config.train.loss_chunk_tokens:  # the forward also computes the gradient, and the backward only adds it
         head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
-    updates = _updates_seconds(config, model, device, dense)
+    with torch.device("meta"):
+        modules = model.layers()
     layers = tuple(
-        replace(layer, backward_weight=layer.backward_weight * share, update=update)
-        for layer, share, update in zip([embedding, *blocks, head], _trained_shares(model), updates, strict=True)
+        _trained(cost, module, config, device, dense)
+        for cost, module in zip([embedding, *blocks, head], modules, strict=True)
     )
     what = "measured on one core just now" if device.name == "cpu" else "data sheet"
     is_bf16 = dtypes.compute == torch.bfloat16 and device.bf16_flops is not None
@@ -165,50 +163,28 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
         f"estimated: {dense:.0%}{of_experts} of {peak / 1e12:.3g} TFLOP/s in {unit} ({device.name}, {what}), "
         f"{device.memory_bandwidth / 1e12:.3g} TB/s of memory"
     )
-    return ModelCosts(layers, size, source, is_measured=False)
+    return ModelCosts(layers, size, source)
 
 
-def _trained_shares(model: ModelSpec) -> list[float]:
-    """Returns for every layer the share of its numbers that is trained. The gradients of the others are not
-    computed."""
-    with torch.device("meta"):
-        layers = model.layers()
-    return [
-        sum(p.numel() for p in layer.parameters() if p.requires_grad)
-        / max(1, sum(p.numel() for p in layer.parameters()))
-        for layer in layers
-    ]
-
-
-def _updates_seconds(config: Config, model: ModelSpec, device: DeviceKind, efficiency: float) -> list[float]:
-    """Returns the seconds of the update of every layer. They consist of the Newton-Schulz products, if the optimizer is
-    Muon, and of memory traffic. An update reads or writes about 12 values per parameter: nine in the masters' dtype,
-    two of the gradient and one of the working copy."""
-    known: dict[tuple[torch.Size, ...], float] = {}  # most layers are equal to another one
-    seconds = []
-    with torch.device("meta"):
-        layers = model.layers()
-    for layer_name, layer in layers.named_children():
-        named = [(f"{layer_name}.{name}", p) for name, p in layer.named_parameters() if p.requires_grad]
-        shapes = tuple(parameter.shape for _, parameter in named)
-        if shapes not in known:
-            known[shapes] = sum(_update_seconds(config, device, efficiency, *pair) for pair in named)
-        seconds.append(known[shapes])
-    return seconds
+def _trained(cost: LayerCost, layer: nn.Module, config: Config, device: DeviceKind, efficiency: float) -> LayerCost:
+    """Returns the costs with only the gradients of the values that are trained, and with their update."""
+    trained = {f"{cost.name}.{name}": p for name, p in layer.named_parameters() if p.requires_grad}
+    share = sum(p.numel() for p in trained.values()) / max(1, sum(p.numel() for p in layer.parameters()))
+    update = sum(_update_seconds(config, device, efficiency, *pair) for pair in trained.items())
+    return replace(cost, backward_weight=cost.backward_weight * share, update=update)
 
 
 def _update_seconds(config: Config, device: DeviceKind, efficiency: float, name: str, parameter: nn.Parameter) -> float:
+    """Returns the seconds of the update of a parameter. They consist of the Newton-Schulz products, if the optimizer is
+    Muon, and of memory traffic. An update reads or writes about 12 values per parameter: nine in the masters' dtype,
+    two of the gradient and one of the working copy."""
     dtypes = precision_of(config)
     moved = 9 * dtypes.master.itemsize + 2 * dtypes.gradient.itemsize + dtypes.compute.itemsize
-    seconds = parameter.numel() * moved / device.memory_bandwidth
+    seconds = float(parameter.numel() * moved / device.memory_bandwidth)
     if config.optimizer.name == "muon" and is_matrix(name, parameter):
+        # A step: X X^T, its square, and their product with X, for every matrix of a stack.
+        short, long = sorted(parameter.shape[-2:])
+        products = 2.0 * (2 * short * short * long + short**3) * (parameter.numel() // (short * long))
         flops = device.flops_in(getattr(torch, config.optimizer.newton_schulz_dtype or "float32")) * efficiency
-        seconds += config.optimizer.newton_schulz_steps * _newton_schulz_flops(parameter) / flops
-    return float(seconds)
-
-
-def _newton_schulz_flops(parameter: nn.Parameter) -> float:
-    """Returns the FLOPs of one Newton-Schulz step: X X^T, its square, and their product with X. For a stack, it counts
-    every matrix."""
-    short, long = sorted(parameter.shape[-2:])
-    return 2.0 * (2 * short * short * long + short**3) * (parameter.numel() // (short * long))
+        seconds += config.optimizer.newton_schulz_steps * products / flops
+    return seconds

@@ -31,4 +31,4 @@ def fsdp_step(
     computing = num_microbatches * (forward + backward) + update
     step_time = num_microbatches * (max(forward, gather) + max(backward, gather + scatter))
     step_time += (gather + scatter) / num_layers + update
-    return Prediction(FSDP, step_time, (computing / step_time,), 1 - computing / step_time, (1.0,), (1,), (0,), False)
+    return Prediction(step_time, (computing / step_time,), (1.0,), (1,), (0,), is_simulated=False)

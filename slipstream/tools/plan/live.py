@@ -42,7 +42,7 @@ class LiveBytes:
     def restart_peak(self) -> None:
         self.peak = self.now
 
-    def add(self, tensor: Tensor, inputs: Sequence[Tensor] = ()) -> None:
+    def add(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
         """Adds the storage of a tensor that an operation returned. If it is also the storage of an input, it existed
         before, and is only registered."""
         storage = tensor.untyped_storage()

@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,9 @@ from torch import Tensor, nn
 from ...config.defaults import precision_of
 from ...config.models import recomputed_layers
 from ...config.optimizers import parameter_groups
-from ...config.rules import trains_all
 from ...config.schema import Config
 from ...errors import UsageError
-from ...model.spec import ModelSpec
+from ...model.spec import Loss, ModelSpec
 from ...optim.groups import assign, is_matrix
 from ...optim.optimizer import stack_elements
 from ...pipeline.executor import LOOKAHEAD
@@ -48,6 +48,7 @@ from ...pipeline.update import Updater
 from ...pipeline.weight_versions import Masters, WeightVersions, weight_layout
 from ...pipeline.zero1 import assign_owners
 from ...precision import Precision
+from ...schedule import TRAITS
 from .live import Kernels, LiveBytes, fuse_kernels
 from .stage import (
     Layers,
@@ -61,19 +62,37 @@ from .stage import (
     sparse_blocks,
 )
 
+Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 ENDS = ("embedding.weight", "head.output.weight")
 """Names of the weights that are one weight if embeddings are tied."""
 
 
+def once(
+    method: Callable[[MemoryModel, Unpack[Arguments]], Result],
+) -> Callable[[MemoryModel, Unpack[Arguments]], Result]:
+    """Caches the results of a method, because a plan needs the same few many times."""
+
+    @wraps(method)
+    def cached(self: MemoryModel, *arguments: *Arguments) -> Result:
+        key = (method.__name__, arguments)
+        if key not in self.known:
+            self.known[key] = method(self, *arguments)
+        result: Result = self.known[key]
+        return result
+
+    return cached
+
+
 @dataclass(frozen=True)
 class MemoryModel:
-    """Computes the memory of stages. It caches its measurements, because a plan needs the same few many times."""
+    """Computes the memory of stages."""
 
     config: Config
     model: ModelSpec
     kernels: Kernels = "cpu"
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Cached results. Models whose configurations differ only in what saves memory (savings.py) may share them."""
 
     @property
     def dtypes(self) -> Precision:
@@ -81,6 +100,7 @@ class MemoryModel:
 
     def stage_memory(self, stage: Stage, microbatch_size: int) -> StageMemory:
         layers, dtypes = layers_of(self.model, stage.first_layer, stage.num_layers), self.dtypes
+        has_slack = stage.traits.has_slack  # the update of a batch runs while the next batch computes
         passes = self.passes(layers, microbatch_size, self._recomputed(stage))
         stepping = self._stepping(stage)
         num_owners = stage.num_replicas if self.config.optimizer.sharded else 1
@@ -94,18 +114,18 @@ class MemoryModel:
         reduction_held = max(replicas, summed + tied)
         compute_work = max(passes.forward_work, passes.backward_work)
         update_work = summed + max(update.work, replicas, tied + norm)
-        if stage.background_update:
+        if has_slack:
             # The stage waits for gradients of other replicas, or of the stage with the tied weight, while it computes
             # the next microbatches.
             work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
             # The sums over stages: a vector, and the tensors from which it is concatenated.
             overlap += 2 * 8 * num_sums(len(parameter_groups(self.config)))
         else:  # the update runs between two microbatches: the activations of the last one, or of all, are freed
-            freed = activations if stage.flushes else passes.activations
+            freed = activations if stage.traits.flushes else passes.activations
             work, overlap = max(compute_work, update_work - freed), 0
         # No update runs during an evaluation, but a sum may be in progress.
         evaluated = self._evaluated(stepping, num_owners, passes, owned)
-        waited = reduction_held if stage.background_update else 0
+        waited = reduction_held if has_slack else 0
         most = work + overlap
         work = max(work, compute_work + waited + evaluated)
         return StageMemory(
@@ -113,7 +133,7 @@ class MemoryModel:
             + passes.frozen * dtypes.compute.itemsize
             + masters
             + passes.buffers,
-            gradients=gradients * (2 if stage.background_update else 1),
+            gradients=gradients * (2 if has_slack else 1),
             optimizer=update.optimizer,
             activations=activations,
             messages=self._messages(stage, microbatch_size),
@@ -124,7 +144,7 @@ class MemoryModel:
     def fully_sharded(self, num_devices: int, microbatch_size: int) -> StageMemory:
         """Returns the memory of a device under FSDP (fsdp.py). Each device has its part of everything, and two whole
         layers: the one that computes and the next."""
-        stage = Stage(0, 1, 0, self.model.num_layers + 2, 1, 0, 1.0, 1.0, background_update=False, flushes=True)
+        stage = Stage(0, 1, 0, self.model.num_layers + 2, 1, 0, 1.0, 1.0, TRAITS["one_f_one_b"])
         layers, dtypes = layers_of(self.model, 0, stage.num_layers), self.dtypes
         passes = self.passes(layers, microbatch_size, self._recomputed(stage))
         update = self.update(layers, self._stepping(stage))
@@ -160,17 +180,17 @@ class MemoryModel:
 
     def _stepping(self, stage: Stage) -> Stepping:
         """Returns the properties of the updates."""
-        error_feedback = 0.0 if stage.drifts else self.config.optimizer.error_feedback
+        drifts = stage.traits.drifts and stage.delay > 0
+        error_feedback = 0.0 if drifts else self.config.optimizer.error_feedback
         layout = weight_layout(
             stage.versions,
             stage.delay,
-            drifts=stage.drifts,
             corrects=error_feedback != 0,
             compares=self.config.train.track_alignment,
             is_mixed=self.dtypes.is_mixed,
         )
         is_separate = layout.masters is Masters.SEPARATE
-        return Stepping(is_separate, layout.predicts, stage.background_update, error_feedback)
+        return Stepping(is_separate, layout.predicts, stage.traits.has_slack, error_feedback)
 
     def _evaluated(self, stepping: Stepping, num_owners: int, passes: Passes, owned: int) -> int:
         """Returns the bytes of the copy of the masters that Executor makes for an evaluation, in the dtype of the
@@ -189,30 +209,23 @@ class MemoryModel:
         dtypes = self.dtypes
         if stage.num_replicas == 1 or dtypes.reduction == dtypes.gradient:
             return 0, 0
-        return parameters * dtypes.reduction.itemsize, owned * dtypes.gradient.itemsize * stage.background_update
+        return parameters * dtypes.reduction.itemsize, owned * dtypes.gradient.itemsize * stage.traits.has_slack
 
     def _reduction(self, stage: Stage, layers: Layers) -> tuple[int, int]:
         """Returns two numbers: the bytes that Reducer.reduce holds while it waits for other stages, and its temporary
         memory after that. The first is a copy of a tied gradient and space for the copies of both stages. The second
         is, on a CPU, the largest gradient in float64, for its norm."""
         bytes_each = self.dtypes.gradient.itemsize
-        has_table = layers.embedding or layers.head
-        is_tied = self.model.steps_tied_weights and stage.num_stages > 1 and has_table
+        is_tied = self.model.steps_tied_weights and stage.num_stages > 1 and (layers.embedding or layers.head)
         tied = 3 * self.model.vocab_size * self.model.dim * bytes_each if is_tied else 0
-        rows = [self.model.dim, *([self.model.widest(layers.sparse > 0)] if layers.blocks else [])]
-        rows += [self.model.vocab_size] if has_table else []
         has_copy = self.kernels == "cpu" and bytes_each < 8  # see norm_dtype
-        largest = self.model.dim * max(rows) if trains_all(self.config) else self._largest(layers.few(1))
-        return tied, 8 * largest if has_copy else 0
+        return tied, 8 * self._largest(layers.few(1)) if has_copy else 0
 
+    @once
     def _largest(self, layers: Layers) -> int:
         """Returns the number of values in the largest parameter that is trained."""
-        key = ("largest", layers)
-        if key not in self._known:
-            parameters = self._build(layers)[0].parameters()
-            self._known[key] = max((p.numel() for p in parameters if p.requires_grad), default=0)
-        result: int = self._known[key]
-        return result
+        parameters = self._build(layers)[0].parameters()
+        return max((parameter.numel() for parameter in parameters if parameter.requires_grad), default=0)
 
     def _messages(self, stage: Stage, microbatch_size: int) -> int:
         """Returns the bytes of messages as ProcessLink keeps them, between processes and machines. Receives are posted
@@ -239,11 +252,11 @@ class MemoryModel:
         # recomputed.
         few = max(2, self.config.train.recompute_every)
         kinds = ((dense_blocks, recomputed[: layers.dense]), (sparse_blocks, recomputed[layers.dense :]))
-        late = tuple(again for _, flags in kinds for again in flags[-few:])
-        result = self._played_passes(layers.few(few), microbatch_size, late)
+        late, chunk = tuple(again for _, flags in kinds for again in flags[-few:]), self.config.train.loss_chunk_tokens
+        result = self._play_passes(layers.few(few), microbatch_size, late, chunk)
         for blocks, flags in kinds:
             for again, more in sorted(Counter(flags[:-few]).items()):
-                one, two = (self._played_passes(blocks(n), microbatch_size, (again,) * n) for n in (1, 2))
+                one, two = (self._play_passes(blocks(n), microbatch_size, (again,) * n, chunk) for n in (1, 2))
                 result = replace(
                     result,
                     parameters=result.parameters + more * (two.parameters - one.parameters),
@@ -283,37 +296,22 @@ class MemoryModel:
                 )
         return result
 
+    @once
     def _shares(self, layers: Layers, num_owners: int) -> list[list[int]]:
         """Returns for every replica the number of values that it owns in each parameter group."""
-        key = ("shares", layers, num_owners)
-        if key not in self._known:
-            groups = parameter_groups(self.config)
-            parameters = {name: p for name, p in self._build(layers)[0].named_parameters() if p.requires_grad}
-            group_of = {
-                name: index
-                for index, (_, members) in enumerate(assign(parameters.items(), groups))
-                for name, _ in members
-            }
-            is_tied = self.model.steps_tied_weights and layers.embedding != layers.head
-            tied = {name: Tied(ENDS[0], (0, 1)) for name in ENDS if is_tied and name in parameters}
-            elementwise = {name: groups[index].elementwise for name, index in group_of.items()}
-            shares = [[0] * len(groups) for _ in range(num_owners)]
-            for name, owner in assign_owners(parameters, elementwise, tied, num_owners).items():
-                shares[owner][group_of[name]] += parameters[name].numel()
-            self._known[key] = shares
-        result: list[list[int]] = self._known[key]
-        return result
+        groups = parameter_groups(self.config)
+        parameters = {name: p for name, p in self._build(layers)[0].named_parameters() if p.requires_grad}
+        assigned = enumerate(assign(parameters.items(), groups))
+        group_of = {name: index for index, (_, members) in assigned for name, _ in members}
+        is_tied = self.model.steps_tied_weights and layers.embedding != layers.head
+        tied = {name: Tied(ENDS[0], (0, 1)) for name in ENDS if is_tied and name in parameters}
+        elementwise = {name: groups[index].elementwise for name, index in group_of.items()}
+        shares = [[0] * len(groups) for _ in range(num_owners)]
+        for name, owner in assign_owners(parameters, elementwise, tied, num_owners).items():
+            shares[owner][group_of[name]] += parameters[name].numel()
+        return shares
 
-    def _steppable(self, play: Callable[[], Result]) -> Result:
-        try:
-            return play()
-        except Exception as error:  # any optimizer may be configured, and some read the values of tensors
-            name = self.config.optimizer.name
-            raise UsageError(
-                f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
-                "cannot be counted: plan with muon or adamw"
-            ) from error
-
+    @once
     def _blocks_of_a_stack(self) -> int:
         """Returns the number of blocks from which an update needs no more work space. Muon orthogonalises equal
         matrices together, up to a number of elements. Other optimizers may use temporaries as large as all their
@@ -322,12 +320,6 @@ class MemoryModel:
             return 1
         if self.config.optimizer.name != "muon":
             return self.model.num_layers
-        if "stack" not in self._known:
-            self._known["stack"] = self._count_blocks_of_a_stack()
-        blocks: int = self._known["stack"]
-        return blocks
-
-    def _count_blocks_of_a_stack(self) -> int:
         most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype or "float32"))
         every = layers_of(self.model, 0, self.model.num_layers + 2).few(1)
         needed = []
@@ -342,22 +334,11 @@ class MemoryModel:
 
     # ---- the dry runs
 
-    def _played_passes(self, layers: Layers, microbatch_size: int, recomputed: tuple[bool, ...]) -> Passes:
-        key = ("passes", layers, recomputed, microbatch_size, self.config.train.loss_chunk_tokens)
-        if key not in self._known:
-            self._known[key] = self._play_passes(layers, microbatch_size, recomputed)
-        result: Passes = self._known[key]
-        return result
-
-    def _played_update(self, layers: Layers, stepping: Stepping) -> Update:
-        key = ("update", layers, stepping)
-        if key not in self._known:
-            self._known[key] = self._steppable(lambda: self._play_update(layers, stepping))
-        result: Update = self._known[key]
-        return result
-
-    def _play_passes(self, layers: Layers, microbatch_size: int, recomputed: tuple[bool, ...]) -> Passes:
-        module, loss = self._build(layers)
+    @once
+    def _play_passes(
+        self, layers: Layers, microbatch_size: int, recomputed: tuple[bool, ...], loss_chunk_tokens: int
+    ) -> Passes:
+        module, loss = self._build(layers, loss_chunk_tokens)
         if any(recomputed):
             names = [f"block{i}" for i, again in enumerate(recomputed) if again]
             module = Recomputing(OrderedDict(module.named_children()), names)
@@ -404,6 +385,17 @@ class MemoryModel:
             backward_work=backward_work,
         )
 
+    @once
+    def _played_update(self, layers: Layers, stepping: Stepping) -> Update:
+        try:
+            return self._play_update(layers, stepping)
+        except Exception as error:  # any optimizer may be configured, and some read the values of tensors
+            name = self.config.optimizer.name
+            raise UsageError(
+                f"optimizer.name = {name!r} cannot step where tensors have no numbers ({error}), so its memory "
+                "cannot be counted: plan with muon or adamw"
+            ) from error
+
     def _play_update(self, layers: Layers, stepping: Stepping) -> Update:
         dtypes, optimizer = self.dtypes, replace(self.config.optimizer, error_feedback=stepping.error_feedback)
         groups = parameter_groups(replace(self.config, optimizer=optimizer))
@@ -436,11 +428,11 @@ class MemoryModel:
         each = tuple(size / max(1, count) for size, count in zip(kept, values, strict=True))
         return Update(sum(kept), work, sum(values), each)
 
-    def _build(self, layers: Layers) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
+    def _build(self, layers: Layers, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
         num_dense = layers.dense if self.model.num_experts else 0
         small = self.model.resized(max(1, layers.blocks), num_dense)
         with torch.device("meta"):
-            whole, loss = small.layers_and_loss(self.config.train.loss_chunk_tokens)
+            whole, loss = small.layers_and_loss(loss_chunk_tokens)
             whole.to(self.dtypes.master)
         first = 0 if layers.embedding else 1 if layers.blocks else 2
         last = len(whole) if layers.head else len(whole) - 1 if layers.blocks else 1

@@ -1,7 +1,8 @@
 """The orders of flushing schedules that a plan compares but the trainer does not run: what each stage does in a step.
 
     order = make_order("zero_bubble_v", num_stages=4, num_microbatches=8)
-    ends = play(order, forward=[1.0] * 4, backward_input=[1.0] * 4, backward_weight=[1.0] * 4)   # by stage
+    ones = [1.0] * 4      # by stage
+    ends = play(order, forward=ones, backward_input=ones, backward_weight=ones, latency=0.0, free_from=[0.0] * 4)
 
 `slipstream.schedule` has the schedules that the executor can run. The schedules here split a stage into chunks or a
 backward into two operations, for comparison with the others. A plan may have hundreds of stages. So an order is an
@@ -13,15 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import cached_property
-from itertools import count
-from typing import NamedTuple
+from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ...schedule import ScheduleError
 
 Integers = NDArray[np.integer]
 Seconds = NDArray[np.float64]
@@ -31,85 +27,28 @@ ROUNDS_BETWEEN_LOOKS = 16
 each."""
 
 
-class Kind(IntEnum):
-    FORWARD = 0
-    BACKWARD = 1
-    """Gradient with respect to the inputs. If the order does not split its backwards, also with respect to the
-    weights."""
-    WEIGHT = 2
-
-
-class Operation(NamedTuple):
-    """One operation of a stage. `F5.1` is the forward of microbatch 5 through chunk 1 of a stage. B and W are the two
-    halves of its backward, and BW is the whole backward."""
-
-    kind: str
-    microbatch: int
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.chunk}"
-
-
 @dataclass(frozen=True)
 class Order:
     """The operations of every stage in one step, in order.
 
-    All stages have the same number of operations. An operation is one integer, `row * num_microbatches + microbatch`,
-    where a row is a kind of operation on one chunk: `kind * num_chunks + chunk`.
+    An operation is a forward, the gradient with respect to the inputs (B) or the gradient with respect to the weights
+    (W). If the order does not split its backwards, B is the whole backward and there is no W. All stages have the same
+    number of operations. An operation is one integer, `(kind * num_chunks + chunk) * num_microbatches + microbatch`,
+    where the kinds are 0 (forward), 1 (B) and 2 (W).
     """
 
     num_stages: int
     num_microbatches: int
     num_chunks: int
     is_split: bool
-    """Whether a backward is two operations, B and W. Otherwise it is one, BW."""
+    """Whether a backward is two operations."""
     is_v_shaped: bool
     """Whether microbatches pass through the second chunks from the last stage to the first. Otherwise they start again
     at the first stage."""
     codes: Integers
     """Codes of the operations, with one row per stage."""
 
-    @cached_property
-    def num_rows(self) -> int:
-        return self.num_chunks * (3 if self.is_split else 2)
-
-    def operations(self, stage: int) -> list[Operation]:
-        rows, microbatches = np.divmod(self.codes[stage], self.num_microbatches)
-        kinds, chunks = np.divmod(rows, self.num_chunks)
-        names = ["F", "B", "W"] if self.is_split else ["F", "BW"]
-        return [
-            Operation(names[kind], microbatch, chunk)
-            for kind, microbatch, chunk in zip(kinds.tolist(), microbatches.tolist(), chunks.tolist(), strict=True)
-        ]
-
-    def position(self, stage: int, chunk: int) -> int:
-        """Returns the position of a chunk on the path of a microbatch through the model."""
-        if self.is_v_shaped and chunk == 1:
-            return 2 * self.num_stages - 1 - stage
-        return chunk * self.num_stages + stage
-
-    def at(self, position: int) -> tuple[int, int]:
-        """Returns the stage and chunk at a position on the path. This is the inverse of `position`."""
-        chunk, stage = divmod(position, self.num_stages)
-        return (self.num_stages - 1 - stage if self.is_v_shaped and chunk == 1 else stage), chunk
-
-    def requires(self, kind: Kind, stage: int, chunk: int) -> tuple[Kind, int, int] | None:
-        """Returns what an operation waits for: kind, stage and chunk, always of the same microbatch. This is the only
-        rule for dependencies between operations.
-
-        The stage's own order ensures that the forward of a chunk comes before its backward.
-        """
-        position = self.position(stage, chunk)
-        if kind is Kind.FORWARD:
-            return None if position == 0 else (Kind.FORWARD, *self.at(position - 1))
-        if kind is Kind.WEIGHT:
-            return Kind.BACKWARD, stage, chunk
-        if position == self.num_stages * self.num_chunks - 1:
-            return Kind.FORWARD, stage, chunk
-        return Kind.BACKWARD, *self.at(position + 1)
-
-    @cached_property
+    @property
     def in_flight(self) -> tuple[float, ...]:
         """Returns the maximum number of microbatches whose activations each stage holds, in units of a whole stage: one
         of two chunks counts 0.5.
@@ -118,8 +57,7 @@ class Order:
         of the weights.
         """
         kinds = self.codes // (self.num_microbatches * self.num_chunks)
-        frees = Kind.WEIGHT if self.is_split else Kind.BACKWARD
-        change = (kinds == Kind.FORWARD).astype(np.int8) - (kinds == frees).astype(np.int8)
+        change = (kinds == 0).astype(np.int8) - (kinds == (2 if self.is_split else 1)).astype(np.int8)
         peaks = np.cumsum(change, axis=1, dtype=np.int32).max(axis=1)
         return tuple(float(peak) / self.num_chunks for peak in peaks)
 
@@ -130,18 +68,12 @@ def make_order(name: str, num_stages: int, num_microbatches: int) -> Order:
     Each schedule is a rule that gives every operation of a stage a slot. A stage runs its operations from the lowest
     slot to the highest. Slots have a meaning only relative to other slots of the same stage.
     """
-    slots = SLOTS[name]
-    num_chunks, is_split = NUM_CHUNKS.get(name, 1), name.startswith("zero_bubble")
-    num_operations = num_chunks * (3 if is_split else 2) * num_microbatches
-    codes = np.empty((num_stages, num_operations), dtype=np.int32)
-    for stage in range(num_stages):
-        # The rows have the numbering of Order, so that the index of an operation in this array is its code.
-        slot = np.concatenate(slots(stage, num_stages, num_microbatches))
-        first = slot.min()
-        by_slot = np.full(slot.max() - first + 1, -1, dtype=np.int32)
-        by_slot[slot - first] = np.arange(num_operations)
-        codes[stage] = by_slot[by_slot >= 0]
-    return Order(num_stages, num_microbatches, num_chunks, is_split, name == "zero_bubble_v", codes)
+    # Every rule lists the slots in the order of the codes, so that the index of an operation is its code. The slots of
+    # one kind ascend, and a stable sort only merges such runs.
+    slots = (np.concatenate(SLOTS[name](stage, num_stages, num_microbatches)) for stage in range(num_stages))
+    codes = np.stack([np.argsort(slot, kind="stable").astype(np.int32) for slot in slots])
+    is_split, is_v_shaped = name.startswith("zero_bubble"), name == "zero_bubble_v"
+    return Order(num_stages, num_microbatches, NUM_CHUNKS.get(name, 1), is_split, is_v_shaped, codes)
 
 
 def _gpipe_slots(stage: int, num_stages: int, num_microbatches: int) -> list[Integers]:
@@ -237,48 +169,43 @@ def play(
     forward: Sequence[float],
     backward_input: Sequence[float],
     backward_weight: Sequence[float],
-    latency: float = 0.0,
-    free_from: Sequence[float] | Seconds | None = None,
+    latency: float,
+    free_from: Sequence[float] | Seconds,
 ) -> Seconds:
-    """Returns when every stage has finished its operations, if stage s is free from `free_from[s]` on. None means that
-    all are free from 0 on.
+    """Returns when every stage has finished its operations, if stage s is free from `free_from[s]` on.
 
     Each stage runs its operations in order. An operation starts when its stage is free and its input has arrived, which
     takes `latency` from another stage. An input from the same stage is always ready, because the order puts it first.
 
-    In every round, each stage whose next operation can be timed runs it, and records for the operation that waits for
-    it when its input arrives. So the number of rounds is the length of the longest chain of operations. It grows with
-    the number of microbatches, and hardly with the number of stages. A W needs no round: it waits only for its own
-    stage, so its time is added to the operation before it.
+    In every round, each stage whose next operation can be timed runs it. So the number of rounds is the length of the
+    longest chain of operations. It grows with the number of microbatches, and hardly with the number of stages. A W
+    needs no round: it waits only for its own stage, so its time is added to the operation before it.
     """
     codes, num_weights = _without_weights(order)
     num_stages, num_played = codes.shape
-    width = num_played + 2  # a stage's operations, then one that never begins, then a place for unused messages
+    width = num_played + 1  # a stage's operations, then one that never begins
     lengths = (forward, backward_input, backward_weight)
     f, b, w = (np.asarray(length, dtype=np.float64)[:, None] / order.num_chunks for length in lengths)
     is_forward = codes < order.num_chunks * order.num_microbatches
-    costs, pauses = np.zeros((num_stages, width)), np.zeros((num_stages, width))
+    costs, pauses = np.full((num_stages, width), math.inf), np.zeros((num_stages, width))
     costs[:, :num_played] = np.where(is_forward, f, b if order.is_split else b + w)
     pauses[:, :num_played] = num_weights * w
-    arrivals, successors = _messages(order, codes, width)
 
-    cost, pause, arrival, successor = costs.ravel(), pauses.ravel(), arrivals.ravel(), successors.ravel()
+    cost, pause, needs = costs.ravel(), pauses.ravel(), _needs(order, codes)
+    ends = np.full(num_stages * width + 1, math.inf)
+    ends[-1] = -math.inf  # at place -1: what an operation without an input waits for
     first = np.arange(num_stages) * width
     cursor = first.copy()
-    free = np.zeros(num_stages) if free_from is None else np.array(free_from, dtype=np.float64)
+    free = np.array(free_from, dtype=np.float64)
     for round_ in count(1):
-        end = np.maximum(arrival.take(cursor), free) + cost.take(cursor)
-        arrival[successor.take(cursor)] = end + latency
+        end = np.maximum(ends.take(needs.take(cursor)) + latency, free) + cost.take(cursor)
+        ends[cursor] = end
         is_timed = end < math.inf
         if round_ % ROUNDS_BETWEEN_LOOKS == 0 and not is_timed.any():
             break
-        free = np.where(is_timed, end + pause.take(cursor) if order.is_split else end, free)
+        free = np.where(is_timed, end + pause.take(cursor), free)
         cursor += is_timed
-    done = cursor - first
-    if done.min() < num_played:
-        stage = int(done.argmin())
-        stuck = [one for one in order.operations(stage) if one.kind != "W"][int(done[stage])]
-        raise ScheduleError(f"the order deadlocks: {stuck} of stage {stage} waits for ever")
+    assert (cursor == first + num_played).all(), "the order deadlocks"
     return free
 
 
@@ -292,28 +219,26 @@ def _without_weights(order: Order) -> tuple[Integers, Integers]:
     return flat[places].reshape(shape), num_weights.reshape(shape)
 
 
-def _messages(order: Order, codes: Integers, width: int) -> tuple[Seconds, Integers]:
-    """Returns, for every operation, when its input arrives if that is known in advance, and which operation on another
-    stage waits for it. At most one does. Both arrays are indexed by place, and places are numbered through all
-    stages."""
+def _needs(order: Order, codes: Integers) -> Integers:
+    """Returns for every operation the place of the operation on another stage that it waits for, or -1. Places are
+    numbered through all stages, with one more for the end of each stage.
+
+    This is the only rule for dependencies between stages: a forward waits for the forward of the chunk before it on the
+    path of its microbatch, and a backward for the backward of the chunk after it.
+    """
     num_stages, num_played = codes.shape
-    m, stages = order.num_microbatches, np.arange(num_stages, dtype=np.int32)[:, None]
-    place = np.empty(codes.shape, dtype=np.int32)
+    width = num_played + 1
+    needs = np.full(num_stages * width, -1, dtype=np.int32)
+    place: Integers = np.empty(codes.shape, dtype=np.int32)
     np.put_along_axis(place, codes, np.arange(num_played, dtype=np.int32)[None, :], axis=1)
-    arrivals = np.full((num_stages, width), math.inf)
-    nobody = stages * width + width - 1
-    by_code = np.repeat(nobody, num_played, axis=1)
-    for row in range(2 * order.num_chunks):
-        kind, chunk = Kind(row // order.num_chunks), row % order.num_chunks
-        for stage in range(num_stages):
-            own = place[stage, row * m : (row + 1) * m]
-            required = order.requires(kind, stage, chunk)
-            if required is None or required[1] == stage:
-                arrivals[stage, own] = -math.inf
-            else:
-                other_kind, other_stage, other_chunk = required
-                other_row = other_kind * order.num_chunks + other_chunk
-                by_code[other_stage, other_row * m : (other_row + 1) * m] = stage * width + own
-    successors = np.repeat(nobody, width, axis=1)
-    successors[:, :num_played] = np.take_along_axis(by_code, codes, axis=1)
-    return arrivals, successors
+    place += width * np.arange(num_stages, dtype=np.int32)[:, None]
+    place = place.reshape(num_stages, 2, order.num_chunks, order.num_microbatches)  # 2: forward and backward
+    stages = range(num_stages)
+    path = [(stage, 0) for stage in stages]
+    if order.num_chunks == 2:
+        path += [(stage, 1) for stage in (reversed(stages) if order.is_v_shaped else stages)]
+    for (stage, chunk), (later_stage, later_chunk) in pairwise(path):
+        if stage != later_stage:
+            needs[place[later_stage, 0, later_chunk]] = place[stage, 0, chunk]
+            needs[place[stage, 1, chunk]] = place[later_stage, 1, later_chunk]
+    return needs

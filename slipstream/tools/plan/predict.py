@@ -1,6 +1,6 @@
 """Predicts the step time of each schedule, and what every stage holds, from the costs of one microbatch.
 
-    costs = StageCosts(forward=(1.0,) * 4, backward_input=(1.0,) * 4, backward_weight=(1.0,) * 4)
+    costs = StageCosts(forward=(1.0,) * 4, backward_input=(1.0,) * 4, backward_weight=(1.0,) * 4, update=(0.0,) * 4)
     predict("two_bw", costs, num_microbatches=8).step_time
 
 All figures are for the steady state, as in a Timeline. They do not include filling and draining, which happen once per
@@ -22,9 +22,8 @@ it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import fmean
 
 import numpy as np
 
@@ -64,23 +63,10 @@ class StageCosts:
     backward_weight: tuple[float, ...]
     """Time of the gradient with respect to its weights. A schedule that does not split the backward computes both in
     one."""
-    update: tuple[float, ...] = ()
-    """Time of the update in a step. Empty means that it takes no time on any stage."""
+    update: tuple[float, ...]
+    """Time of the update in a step."""
     latency: float = 0.0
     """Time from the end of an action on one stage until a neighbour can use its result."""
-
-    def __post_init__(self) -> None:
-        if not self.update:
-            object.__setattr__(self, "update", (0.0,) * len(self.forward))
-        for name in ("forward", "backward_input", "backward_weight", "update"):
-            values = getattr(self, name)
-            if len(values) != len(self.forward):
-                raise ScheduleError(f"{name} has {len(values)} costs for {len(self.forward)} stages: give one for each")
-            for value in values:
-                _check_time(name, value)
-        _check_time("latency", self.latency)
-        if sum(self.forward) + sum(self.backward) <= 0:
-            raise ScheduleError("forwards and backwards cost nothing: give at least one of them a cost above 0")
 
     @property
     def num_stages(self) -> int:
@@ -97,20 +83,12 @@ class StageCosts:
         return num_microbatches * slot + np.array(self.update)
 
 
-def _check_time(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ScheduleError(f"{name} = {value} is no time: use a finite number of 0 or more")
-
-
 @dataclass(frozen=True)
 class Prediction:
-    schedule: str
     step_time: float
     """Time from one step to the next in the steady state."""
     utilisation: tuple[float, ...]
     """Share of the steady state in which each stage computes, including updates."""
-    bubble: float
-    """1 - mean utilisation."""
     in_flight: tuple[float, ...]
     """Maximum number of microbatches whose activations each stage holds, in units of a whole stage: a chunk of a stage
     that is cut in two counts 0.5. If the backward is split, activations are held until the gradient of the weights."""
@@ -128,18 +106,21 @@ def traits_of(name: str) -> Traits:
     return TRAITS["one_f_one_b" if name in PLANNED else name.removesuffix(DOUBLE)]
 
 
-def updates_alone(name: str) -> bool:
-    """Returns whether a stage updates without waiting for others. The published zero-bubble schedules do, and undo the
-    update if the sums require it."""
-    return traits_of(name).steps_alone or name.startswith("zero_bubble")
+def endless(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns the schedule without an end. Those that the trainer does not run have the promises of one_f_one_b."""
+    return Schedule(
+        "one_f_one_b" if name in PLANNED else name.removesuffix(DOUBLE),
+        num_stages,
+        num_microbatches,
+        depth="double" if name.endswith(DOUBLE) else "minimum",
+        global_update=not traits_of(name).steps_alone,
+    )
 
 
-def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int | None = None) -> str | None:
+def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int) -> str | None:
     """Returns one sentence that says why the schedule cannot run with these numbers, or None if it can."""
-    if name not in SCHEDULES:
-        return f"schedule {name!r} is unknown: choose one of {', '.join(SCHEDULES)}"
     try:
-        endless("one_f_one_b" if name in PLANNED else name, num_stages, num_microbatches)
+        endless(name, num_stages, num_microbatches)
     except ScheduleError as error:
         return str(error).replace("one_f_one_b", name)
     if name == "interleaved_1f1b" and num_microbatches % num_stages:
@@ -150,7 +131,7 @@ def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int |
             f"use {choice}"
         )
     num_chunks = NUM_CHUNKS.get(name, 1)
-    if num_layers is not None and num_layers < num_chunks * num_stages:
+    if num_layers < num_chunks * num_stages:
         each = "1 layer" if num_chunks == 1 else f"{num_chunks} layers"
         return (
             f"{num_layers} layers are too few for {name} on {num_stages} stages, which needs {each} on each: use at "
@@ -160,88 +141,54 @@ def why_not(name: str, num_stages: int, num_microbatches: int, num_layers: int |
 
 
 def predict(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
-    """Predicts a step. Raises ScheduleError for a combination that `why_not` rejects.
+    """Predicts a step of a schedule that can run with these numbers (see `why_not`).
 
     Up to MAX_SIMULATED actions, `slipstream.schedule` simulates the schedules that the executor can run. A pipeline
     that never drains is then simulated only for some steps, so its step time differs slightly from the final one.
     Beyond that, flushing schedules use an exact recursion over arrays, and the others use `_asynchronous_step_time`.
     """
-    reason = why_not(name, costs.num_stages, num_microbatches)
-    if reason is not None:
-        raise ScheduleError(reason)
-    if traits_of(name).flushes:
-        return _flushing(name, costs, num_microbatches)
-    return _asynchronous(name, costs, num_microbatches)
-
-
-def endless(name: str, num_stages: int, num_microbatches: int, num_steps: int | None = None) -> Schedule:
-    """Returns the schedule as `slipstream.schedule` names it, without an end unless num_steps is given."""
-    return Schedule(
-        name.removesuffix(DOUBLE),
-        num_stages,
-        num_microbatches,
-        num_steps,
-        depth="double" if name.endswith(DOUBLE) else "minimum",
-        global_update=not updates_alone(name),
-    )
-
-
-def _simulated(name: str, costs: StageCosts, schedule: Schedule, delay: tuple[int, ...]) -> Prediction:
-    timeline = simulate(schedule, Costs(costs.forward, costs.backward, costs.update, latency=costs.latency))
-    return Prediction(
-        schedule=name,
-        step_time=timeline.step_time,
-        utilisation=timeline.steady_utilisation,
-        bubble=timeline.bubble,
-        in_flight=tuple(map(float, timeline.peak_in_flight)),
-        weight_versions=tuple(map(schedule.num_versions, range(costs.num_stages))),
-        delay=delay,
-        is_simulated=True,
-    )
-
-
-def _computed(
-    name: str,
-    costs: StageCosts,
-    num_microbatches: int,
-    step_time: float,
-    in_flight: tuple[float, ...],
-    weight_versions: tuple[int, ...],
-    delay: tuple[int, ...],
-    is_simulated: bool,
-) -> Prediction:
-    """Computes the other fields from the step time, because the work of a stage does not depend on the schedule."""
+    num_stages = costs.num_stages
+    schedule = endless(name, num_stages, num_microbatches)
+    weight_versions = tuple(map(schedule.num_versions, range(num_stages)))
+    delay = tuple(max(schedule.delay(stage), schedule.max_drift(stage)) for stage in range(num_stages))
+    flushes, depth = schedule.traits.flushes, (schedule.max_in_flight - 1) // max(1, num_stages - 1)
+    actions_per_step = num_stages * (2 * num_microbatches + 1)
+    num_steps = 4
+    if not flushes:
+        # The pipeline is full after this many steps. Stages of unequal cost need a few times that until they are
+        # steady. Steps of few microbatches have patterns longer than a step, which average out over many steps.
+        steps_to_fill = 1 + depth * (num_stages - 1) // num_microbatches
+        num_steps = max(20 * steps_to_fill, MAX_SIMULATED // 8 // actions_per_step)
+    is_small = num_steps * actions_per_step <= MAX_SIMULATED
+    if name not in PLANNED and (is_small or (flushes and name not in SLOTS)):
+        timeline = simulate(
+            replace(schedule, num_steps=num_steps),
+            Costs(costs.forward, costs.backward, costs.update, latency=costs.latency),
+        )
+        step_time, utilisation = timeline.step_time, timeline.steady_utilisation
+        in_flight = tuple(map(float, timeline.peak_in_flight))
+        return Prediction(step_time, utilisation, in_flight, weight_versions, delay, is_simulated=True)
+    if flushes:
+        order = make_order(name, num_stages, num_microbatches)
+        step_time, in_flight = _flushing_step_time(order, costs), order.in_flight
+    else:
+        step_time = _asynchronous_step_time(costs, num_microbatches, depth, schedule.traits.has_slack)
+        in_flight = tuple(float(depth * (num_stages - 1 - stage) + 1) for stage in range(num_stages))
     utilisation = tuple((costs.work(num_microbatches) / step_time).tolist())
-    bubble = 1 - fmean(utilisation)
-    return Prediction(name, step_time, utilisation, bubble, in_flight, weight_versions, delay, is_simulated)
+    return Prediction(step_time, utilisation, in_flight, weight_versions, delay, is_simulated=flushes)
 
 
-# ---- schedules that drain in every step
-
-
-def _flushing(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
-    num_stages, num_steps = costs.num_stages, 4
-    num_actions = num_stages * (2 * num_microbatches + 1) * num_steps
-    none_late = (0,) * num_stages
-    if name not in SLOTS or (name in TRAITS and num_actions <= MAX_SIMULATED):
-        return _simulated(name, costs, endless(name, num_stages, num_microbatches, num_steps), none_late)
-    order = make_order(name, num_stages, num_microbatches)
-    tolerance = 1e-9 if order.codes.size <= MAX_SIMULATED else 5e-3
-    step_time = _flushing_step_time(order, costs, updates_alone(name), tolerance)
-    one_version = (1,) * num_stages
-    return _computed(
-        name, costs, num_microbatches, step_time, order.in_flight, one_version, none_late, is_simulated=True
-    )
-
-
-def _flushing_step_time(order: Order, costs: StageCosts, steps_alone: bool, tolerance: float) -> float:
+def _flushing_step_time(order: Order, costs: StageCosts) -> float:
     """Simulates step after step until all stages start later than in the step before by the same time, which is then
     the step time.
 
     When each stage starts a step depends on when each started the one before. If some stages start later, no other
     stage becomes faster, and none is delayed by more than that. So the step time in the long run lies between the
     smallest and the largest of these differences, and `tolerance` limits the error as a share of the step.
+
+    The zero-bubble schedules, which split their backwards, update without waiting for other stages.
     """
+    tolerance = 1e-9 if order.codes.size <= MAX_SIMULATED else 5e-3
     update = np.array(costs.update)
     arrival = np.array([0.0, *accumulate(one / order.num_chunks + costs.latency for one in costs.forward[:-1])])
 
@@ -249,10 +196,10 @@ def _flushing_step_time(order: Order, costs: StageCosts, steps_alone: bool, tole
         """Returns when each stage starts: not before the first microbatch has reached it."""
         return np.maximum.accumulate(free - arrival) + arrival
 
-    begin = first_forwards(update if steps_alone else update + costs.latency * (arrival > 0))
+    begin = first_forwards(update if order.is_split else update + costs.latency * (arrival > 0))
     for _ in range(MAX_PLAYS):
         end = play(order, costs.forward, costs.backward_input, costs.backward_weight, costs.latency, begin)
-        following = first_forwards((end if steps_alone else _all_known(end, costs.latency)) + update)
+        following = first_forwards((end if order.is_split else _all_known(end, costs.latency)) + update)
         late = following - begin
         begin = following
         if late.max() - late.min() <= tolerance * late.max():
@@ -268,33 +215,6 @@ def _all_known(end: Seconds, latency: float) -> Seconds:
     known = np.maximum(end, end[latest] + latency)
     known[latest] = max(end[latest], others.max(initial=-math.inf) + latency)
     return known
-
-
-# ---- schedules that never drain
-
-
-def _asynchronous(name: str, costs: StageCosts, num_microbatches: int) -> Prediction:
-    num_stages = costs.num_stages
-    schedule = endless(name, num_stages, num_microbatches)
-    delay = tuple(max(schedule.delay(stage), schedule.max_drift(stage)) for stage in range(num_stages))
-    depth = (schedule.max_in_flight - 1) // max(1, num_stages - 1)
-    actions_per_step = num_stages * (2 * num_microbatches + 1)
-    # The pipeline is full after this many steps. Stages of unequal cost need a few times that until they are steady.
-    # Steps of few microbatches have patterns longer than a step, which average out over many steps.
-    steps_to_fill = 1 + depth * (num_stages - 1) // num_microbatches
-    num_steps = max(20 * steps_to_fill, MAX_SIMULATED // 8 // actions_per_step)
-    if num_steps * actions_per_step <= MAX_SIMULATED:
-        return _simulated(name, costs, endless(name, num_stages, num_microbatches, num_steps), delay)
-    return _computed(
-        name,
-        costs,
-        num_microbatches,
-        step_time=_asynchronous_step_time(costs, num_microbatches, depth, has_slack=schedule.traits.has_slack),
-        in_flight=tuple(float(depth * (num_stages - 1 - stage) + 1) for stage in range(num_stages)),
-        weight_versions=tuple(map(schedule.num_versions, range(num_stages))),
-        delay=delay,
-        is_simulated=False,
-    )
 
 
 def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int, has_slack: bool) -> float:

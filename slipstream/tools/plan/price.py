@@ -7,7 +7,7 @@ this price.
 from __future__ import annotations
 
 from ...config.schema import OptimizerSection
-from ...schedule import TRAITS
+from .predict import traits_of
 
 PRICES = {
     "muon": (1.05, 1.19),
@@ -29,6 +29,6 @@ def token_price(section: OptimizerSection, schedule: str, delay: int) -> float:
     if delay == 0:
         return 1.0
     with_feedback, without = PRICES.get(section.name, PRICES[UNKNOWN])
-    is_corrected = section.error_feedback != 0 and not (schedule in TRAITS and TRAITS[schedule].drifts)
+    is_corrected = section.error_feedback != 0 and not traits_of(schedule).drifts
     price = with_feedback if is_corrected else without
     return 1 + delay * (price - 1)

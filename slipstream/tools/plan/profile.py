@@ -28,7 +28,7 @@ from ...config.defaults import precision_of
 from ...config.optimizers import parameter_groups
 from ...config.schema import Config
 from ...errors import RunFailure
-from ...model.spec import ModelSpec
+from ...model.spec import Loss, ModelSpec
 from ...pipeline.compiled import Compiled
 from ...pipeline.update import Updater
 from ...pipeline.weight_versions import WeightVersions, weight_layout
@@ -45,10 +45,8 @@ ENOUGH_SECONDS = 3.0
 READY_SECONDS = 120.0
 """Timeout for all slices to start on their GPU."""
 
-Progress = Callable[[str], None]
 
-
-def measure_profile(config: Config, model: ModelSpec, tell: Progress) -> Profile:
+def measure_profile(config: Config, model: ModelSpec, tell: Callable[[str], None]) -> Profile:
     device = torch.device(config.train.device)
     threads = torch.get_num_threads()
     if device.type == "cpu":
@@ -145,12 +143,12 @@ def _measure(kind: str, config: Config, model: ModelSpec, device: torch.device) 
 
     if inputs.is_floating_point():
         inputs.requires_grad_()
-    seconds = _median(forward, lambda _: None, device)
-    both = _median(forward, backward, device, after=True)
+    seconds = _median(lambda: None, lambda _: forward(), device)
+    both = _median(forward, backward, device)
     input_only = 0.0
     if inputs.is_floating_point():
         layer.requires_grad_(False)
-        input_only = min(both, _median(forward, backward, device, after=True))
+        input_only = min(both, _median(forward, backward, device))
         layer.requires_grad_(True)
     memory = MemoryModel(config, model, "cuda" if device.type == "cuda" else "cpu")
     index = layer_kinds(model).index(kind)
@@ -167,9 +165,7 @@ def _measure(kind: str, config: Config, model: ModelSpec, device: torch.device) 
     )
 
 
-def _build(
-    kind: str, config: Config, model: ModelSpec, device: torch.device
-) -> tuple[nn.Sequential, Callable[[Any, Tensor], Tensor]]:
+def _build(kind: str, config: Config, model: ModelSpec, device: torch.device) -> tuple[nn.Sequential, Loss]:
     index = layer_kinds(model).index(kind)
     with torch.device("meta"):
         whole, loss = model.layers_and_loss(config.train.loss_chunk_tokens)
@@ -195,34 +191,30 @@ def _versions(layer: nn.Sequential, config: Config) -> WeightVersions:
 def _measure_update(versions: WeightVersions, config: Config, device: torch.device) -> float:
     groups, dtype = parameter_groups(config), precision_of(config).gradient
     updater = Updater(versions, groups, {}, lambda step: 1.0, config.train.track_alignment, device)
-    step = 0
 
     def gradients() -> dict[str, Tensor]:
         return {name: torch.full_like(master, 1e-3, dtype=dtype) for name, master in versions.masters.items()}
 
     def update(values: dict[str, Tensor]) -> None:
-        nonlocal step
-        updater.apply(step, values, [0.5] * len(groups), horizon=1)
+        updater.apply(versions.newest, values, [0.5] * len(groups), horizon=1)
         versions.close_next()
-        step += 1
 
-    return _median(gradients, update, device, after=True)
+    return _median(gradients, update, device)
 
 
-def _median(first: Callable[[], Any], then: Callable[[Any], None], device: torch.device, after: bool = False) -> float:
-    """Returns the median seconds of `first` or, with `after`, of `then`, which gets the result of `first`."""
+def _median(prepare: Callable[[], Any], action: Callable[[Any], Any], device: torch.device) -> float:
+    """Returns the median seconds of an action, which gets the result of `prepare`."""
     seconds: list[float] = []
     for repeat in range(WARMUPS + REPEATS):
         if repeat <= 1:
             started = time.perf_counter()  # without one-time work of the first repeat, such as compilation
-        marks = [_mark(device)]
-        value = first()
-        marks.append(_mark(device))
-        then(value)
-        marks.append(_mark(device))
-        del value
+        value = prepare()
+        start = _mark(device)
+        result = action(value)
+        end = _mark(device)
+        del value, result
         if repeat >= WARMUPS or (repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS):
-            seconds.append(_between(*(marks[1:] if after else marks[:2])))
+            seconds.append(_between(start, end))
         if repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS:
             break
     return median(seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +46,7 @@ def plan_table(search: Search, options: Mapping[str, Option | str], choice: Opti
 
 
 def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> list[str]:
-    memory = option.memory[option.largest_stage]
+    memory, division = option.largest, option.division
     notes = [] if option.fits else ["too big"]
     if is_choice:
         notes.append("<- best")
@@ -63,13 +62,13 @@ def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> li
     ]
     return [
         option.schedule,
-        f"{option.num_stages} x {option.num_replicas}",
-        f"{option.num_microbatches} x {option.microbatch_size}",
+        f"{division.num_stages} x {division.num_replicas}",
+        f"{division.num_microbatches} x {division.microbatch_size}",
         f"{option.bubble:.1%}",
         f"{option.tokens_per_second:,.0f}",
         f"{price(search, option):.2f}",
         _gib(memory.most),
-        marks(option.config, 1 if option.schedule == FSDP else option.num_replicas),
+        marks(option.config, 1 if option.schedule == FSDP else division.num_replicas),
         *(parts if is_wide else []),
         ", ".join(notes),
     ]
@@ -103,11 +102,11 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
         rows.append(
             {
                 "schedule": name,
-                "stages": option.num_stages,
-                "replicas": option.num_replicas,
-                "microbatches": option.num_microbatches,
-                "microbatch_size": option.microbatch_size,
-                "layers_per_stage": option.layers_per_stage,
+                "stages": option.division.num_stages,
+                "replicas": option.division.num_replicas,
+                "microbatches": option.division.num_microbatches,
+                "microbatch_size": option.division.microbatch_size,
+                "layers_per_stage": option.division.layers_per_stage,
                 "sharded": option.config.optimizer.sharded,
                 "loss_chunk_tokens": option.config.train.loss_chunk_tokens,
                 "recompute_every": option.config.train.recompute_every,
@@ -146,10 +145,6 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
     }
 
 
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def draw_plan(search: Search, options: Mapping[str, Option | str], advice: Advice, path: Path) -> None:
     """Draws the figure. Left: the step of every schedule, divided into computing and idle. Right: the memory of every
     stage, for the recommended option or else for the one that needs the least."""
@@ -159,7 +154,7 @@ def draw_plan(search: Search, options: Mapping[str, Option | str], advice: Advic
     from matplotlib import pyplot
 
     found = [option for option in options.values() if isinstance(option, Option)]
-    shown = advice.choice or min(found, key=lambda option: option.memory[option.largest_stage].most)
+    shown = advice.choice or min(found, key=lambda option: option.largest.most)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     _draw_steps(left, found)
     _draw_memory(right, shown, search.cluster.memory)
@@ -173,7 +168,11 @@ def _draw_steps(axes: Axes, found: list[Option]) -> None:
     idle = [option.step_time * option.bubble for option in found]
     axes.barh(places, busy, color=COLOURS[0], label="computing")
     axes.barh(places, idle, left=busy, color=COLOURS[5], label="idle")
-    labels = [f"{o.schedule}{'' if o.fits else ' (does not fit)'}\n{o.num_stages} x {o.num_replicas}" for o in found]
+    labels = [
+        f"{option.schedule}{'' if option.fits else ' (does not fit)'}\n"
+        f"{option.division.num_stages} x {option.division.num_replicas}"
+        for option in found
+    ]
     axes.set_yticks(places, labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("seconds a step, mean over devices")
@@ -184,8 +183,8 @@ def _draw_steps(axes: Axes, found: list[Option]) -> None:
 def _draw_memory(axes: Axes, option: Option, limit: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    places = range(option.num_stages)
-    below = [0.0] * option.num_stages
+    places = range(len(option.memory))
+    below = [0.0] * len(option.memory)
     for part, colour in zip(PARTS, COLOURS, strict=True):
         heights = [getattr(memory, part) / GIB for memory in option.memory]
         axes.bar(places, heights, bottom=below, color=colour, label=part)

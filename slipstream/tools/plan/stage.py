@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ...model.spec import ModelSpec
+from ...schedule import Traits
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,9 @@ class Stage:
     """Maximum number of microbatches whose activations are held at once, in units of a whole stage."""
     max_in_flight: float
     """The same on the stage with the most. Links keep that many messages."""
-    background_update: bool
-    """Whether the update of a batch runs while the next batch computes, as in two_bw."""
-    flushes: bool
-    """Whether no activations are held during the update."""
+    traits: Traits
     num_replicas: int = 1
     """Number of replicas of the whole pipeline."""
-
-    @property
-    def drifts(self) -> bool:
-        """Whether the only version is overwritten while microbatches are in flight, as in paci."""
-        return self.versions == 1 and self.delay > 0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from slipstream.config.schema import Config, ModelSection, TrainSection
 from slipstream.model.decoder import decoder
 from slipstream.pipeline.clock import Activity, TimeSplit
 from slipstream.pipeline.reduction import NUM_REQUESTS, Finished, Reducer, Requests
-from slipstream.schedule import Action, Schedule
+from slipstream.schedule import TRAITS, Action, Schedule
 from slipstream.tools.plan.live import LiveBytes
 from slipstream.tools.plan.memory import MemoryModel
 from slipstream.tools.plan.stage import Layers, Stage, StageMemory, dense_blocks, layers_of
@@ -40,7 +40,7 @@ BASE = Config(
 EXPERTS = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_dim": 24}
 """Four of them for 2 x 72 rows: where all tokens are alike, the load is as uneven as can be."""
 MESSAGE = SIZE * LENGTH * 32 * 4
-STAGE = Stage(0, 2, 0, 2, versions=2, delay=1, in_flight=2, max_in_flight=2, background_update=True, flushes=False)
+STAGE = Stage(0, 2, 0, 2, versions=2, delay=1, in_flight=2, max_in_flight=2, traits=TRAITS["two_bw"])
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,7 @@ def predict(config: Config, schedule: str, num_replicas: int = 1) -> list[StageM
             delay=promised.delay(i),
             in_flight=in_flight[i],
             max_in_flight=promised.max_in_flight,
-            background_update=schedule == "two_bw",
-            flushes=promised.traits.flushes,
+            traits=promised.traits,
             num_replicas=num_replicas,
         )
         for i in range(2)
@@ -368,7 +367,7 @@ def test_gradients_summed_in_another_dtype_are_copied_first(reduction, copies, s
     )
     with live.watch():
         reducer.reduce(Finished(gradients, None, zeros, 0.0, 0, TimeSplit(), Requests()), lambda: "")
-    stage = replace(STAGE, num_replicas=2, background_update=True)
+    stage = replace(STAGE, num_replicas=2)
     waiting, left = MemoryModel(config, model_of(config, 0))._replicas(stage, 1000, 1000)
     assert (waiting, left) == (copies * 4000, copies * 8000)
     assert seen[0] == waiting + 4 * NUM_REQUESTS  # which are summed too
@@ -436,7 +435,7 @@ def test_a_stage_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_pl
     config = changed(BASE, **EXPERTS, model__num_layers=9, model__num_dense_layers=4, train__recompute_every=every)
     memory, layers = MemoryModel(config, model_of(config, 0), "cpu"), Layers(False, 4, 5, True)
     recomputed = tuple(every > 0 and i % every == 0 for i in range(9))
-    played = memory._play_passes(layers, SIZE, recomputed)
+    played = memory._play_passes(layers, SIZE, recomputed, 0)
     found = memory.passes(layers, SIZE, recomputed)
     assert replace(found, backward_work=0) == replace(played, backward_work=0)
     # A backward comes to the dense blocks when those with experts, of which only the last are played, have let go of
@@ -481,7 +480,7 @@ def test_a_stage_of_many_blocks_is_what_it_would_be_if_all_were_played(every, ha
     recomputed = tuple(name in recomputed_layers(config, memory.model) for name in names)
     assert sum(recomputed) == {0: 0, 1: 6, 2: 3, 3: 2}[every]
     six = Layers(False, 6, 0, has_head)
-    assert memory.passes(six, SIZE, recomputed) == memory._play_passes(six, SIZE, recomputed)
+    assert memory.passes(six, SIZE, recomputed) == memory._play_passes(six, SIZE, recomputed, 0)
 
 
 def test_recomputed_blocks_and_chunks_of_the_loss_take_less_room():

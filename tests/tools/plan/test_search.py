@@ -13,7 +13,7 @@ from slipstream.tools.plan.costs import DeviceKind, ModelCosts, estimate
 from slipstream.tools.plan.fsdp import FSDP
 from slipstream.tools.plan.memory import MemoryModel
 from slipstream.tools.plan.savings import ever_smaller, marks
-from slipstream.tools.plan.search import DATA_PARALLEL, Cluster, Option, Search, best_of
+from slipstream.tools.plan.search import DATA_PARALLEL, Cluster, Division, Option, Search, best_of
 from slipstream.train.layer_profile import LayerCost
 
 CONFIG = Config(
@@ -42,30 +42,31 @@ def best(found: Search, schedule: str) -> Option:
 def test_devices_and_sequences_are_all_accounted_for():
     for schedule in (DATA_PARALLEL, "two_bw"):
         option = best(search(num_devices=6, batch_size=12), schedule)
-        assert option.num_stages * option.num_replicas == 6
-        assert option.num_replicas * option.num_microbatches * option.microbatch_size == 12
-        assert sum(option.layers_per_stage) == 12
+        division = option.division
+        assert division.num_stages * division.num_replicas == 6
+        assert division.num_replicas * division.num_microbatches * division.microbatch_size == 12
+        assert sum(division.layers_per_stage) == 12
 
 
 def test_two_bw_is_faster_than_a_schedule_that_drains_and_keeps_more():
     found = search(update=0.0)
     late, drained = best(found, "two_bw"), best(found, "one_f_one_b")
     assert late.tokens_per_second > drained.tokens_per_second
-    assert late.memory[0].weights > 2.9 * drained.memory[0].weights * drained.num_stages / late.num_stages
+    assert late.memory[0].weights > 2.9 * drained.memory[0].weights * len(drained.memory) / len(late.memory)
 
 
 def test_less_memory_leaves_fewer_or_smaller_microbatches_in_flight():
     roomy = best(search(), "two_bw")
-    tight = best(search(memory=0.95 * roomy.memory[roomy.largest_stage].most), "two_bw")
+    tight = best(search(memory=0.95 * roomy.largest.most), "two_bw")
     assert roomy.fits and tight.fits
-    assert tight.memory[tight.largest_stage].most < roomy.memory[roomy.largest_stage].most
+    assert tight.largest.most < roomy.largest.most
     assert tight.tokens_per_second <= roomy.tokens_per_second * 1.02
 
 
 def test_what_does_not_fit_is_reported_with_what_it_would_take():
     option = best(search(memory=1e5), "one_f_one_b")
     assert not option.fits
-    assert option.memory[option.largest_stage].most > 1e5
+    assert option.largest.most > 1e5
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_in_words():
@@ -74,7 +75,7 @@ def test_a_batch_that_cannot_be_shared_is_refused_in_words():
 
 def test_stages_cost_what_their_layers_cost_in_proportion_to_the_microbatch():
     layers = tuple(LayerCost(str(i), float(i), 2.0 * i, 3.0 * i, 1.0) for i in range(4))
-    stages = ModelCosts(layers, microbatch_size=2, source="", is_measured=True).stages([1, 3], 4, latency=0.5)
+    stages = ModelCosts(layers, microbatch_size=2, source="").stages([1, 3], 4, latency=0.5)
     assert stages.forward == (0.0, 12.0)
     assert stages.backward_input == (0.0, 24.0)
     assert stages.backward_weight == (0.0, 36.0)
@@ -120,20 +121,18 @@ def test_messages_and_sums_over_replicas_travel_in_their_dtypes():
         )
     )
     assert mixed._latency(2, 2) == plain._latency(2, 2) / 2
-    layers = (6, 6)
-    ring, half, both = (one._with_replicas("one_f_one_b", 0.0, layers, 2) for one in (plain, mixed, shared))
+    division = Division((6, 6), 2, 1, 1)
+    ring, half, both = (one._with_replicas("one_f_one_b", 0.0, division) for one in (plain, mixed, shared))
     assert half == pytest.approx(ring / 2)
     assert both == pytest.approx(ring * 6 / 8)  # gradients of four bytes there, working copies of two back
 
 
 def test_replicas_that_share_the_optimizer_share_the_update():
     whole, shared = searched({}), searched({"optimizer__sharded": True})
-    layers = (6, 6)
-    for before, after in zip(
-        whole.stage_costs(layers, 1, 4).update, shared.stage_costs(layers, 1, 4).update, strict=True
-    ):
+    four, one = Division((6, 6), 4, 1, 1), Division((6, 6), 1, 1, 1)
+    for before, after in zip(whole.stage_costs(four).update, shared.stage_costs(four).update, strict=True):
         assert before / 4 <= after < before / 3
-    assert shared.stage_costs(layers, 1, 1) == whole.stage_costs(layers, 1, 1)
+    assert shared.stage_costs(one) == whole.stage_costs(one)
     (alone,) = {shared.memory_model.owned_share(shared._stage_layers((1,) * 12)[0], 4)}
     assert alone == 1.0  # one embedding has one owner
 
@@ -174,7 +173,7 @@ def test_fsdp_keeps_a_part_of_everything_and_is_as_fast_as_its_links():
     slow, fast = (searched({}, num_devices=4, bandwidth=bandwidth) for bandwidth in (1e7, 1e15))
     sharded, whole = best(fast, FSDP), best(fast, DATA_PARALLEL)
     assert sharded.memory[0].optimizer == whole.memory[0].optimizer // 4
-    assert sharded.memory[0].activations <= whole.memory[0].activations * sharded.microbatch_size
+    assert sharded.memory[0].activations <= whole.memory[0].activations * sharded.division.microbatch_size
     assert sharded.bubble == pytest.approx(0.0, abs=1e-6)
     sent = 3 / 4 * slow.num_parameters * 4 / 1e7  # of every number the weights twice, the gradient once
     assert best(slow, FSDP).step_time == pytest.approx(3 * sent, rel=0.1)
