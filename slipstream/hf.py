@@ -71,14 +71,13 @@ class HuggingFaceModel(ModelSpec):
 
     def config(self) -> Any:
         """Returns the configuration as an object of transformers."""
-        return _config_of(json.loads(self.config_json) | {"num_hidden_layers": self.num_layers})
+        return _config_of(json.loads(self.config_json))
 
     def resized(self, num_layers: int, num_dense_layers: int = 0) -> Self:
         tree = json.loads(self.config_json)
         if isinstance(kinds := tree.get("layer_types"), list):
             tree["layer_types"] = [kinds[i % len(kinds)] for i in range(num_layers)]
-        config_json = json.dumps(tree | {"num_hidden_layers": num_layers})
-        return replace(self, num_layers=num_layers, config_json=config_json)
+        return replace(self, num_layers=num_layers, config_json=json.dumps(tree | {"num_hidden_layers": num_layers}))
 
     @torch.no_grad()
     def initialise(self, layers: nn.Module, seed: int | None) -> None:
@@ -87,11 +86,11 @@ class HuggingFaceModel(ModelSpec):
         if self.tied_embeddings and "embedding" in found and "head" in found:
             layers.get_submodule("head.output").weight = layers.get_submodule("embedding").weight
         probe = dict(_probe(self.config_json).named_children())
-        kinds = [name for name in probe if name.startswith("block")]
+        num_blocks = len(probe) - 2
         config = self.config()
         for layer_name, layer in found.items():
-            index = int(layer_name.removeprefix("block")) if layer_name.startswith("block") else 0
-            alike = probe[kinds[index % len(kinds)] if layer_name.startswith("block") else layer_name]
+            index = layer_name.removeprefix("block")
+            alike = probe[f"block{int(index) % num_blocks}" if index.isdigit() else layer_name]
             for name, buffer in layer.named_buffers():
                 buffer.copy_(alike.get_buffer(name))
             for name, parameter in layer.named_parameters():
@@ -180,8 +179,7 @@ def read_model(source: str | Path, sequence_length: int | None = None) -> Huggin
         raise ValueError(f"{str(file)!r} is no JSON ({error}): give a config.json of transformers") from error
     config = _config_of(tree)
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    numbers = {name: value for name, value in tree.items() if isinstance(value, (int, float)) and value}
-    dropouts = [f"{name} = {value}" for name, value in numbers.items() if "drop" in name]
+    dropouts = [f"{k} = {v}" for k, v in tree.items() if "drop" in k and isinstance(v, (int, float)) and v]
     if dropouts:
         raise ValueError(f"{str(file)!r} has {', '.join(dropouts)}: set it to 0, because a pipeline repeats no draws")
     _check_cut(json.dumps(tree), str(file))
@@ -217,13 +215,12 @@ def _build(config: Any, device: torch.device | None = None) -> nn.Module:
     experts = "grouped_mm" if torch.cuda.is_available() else "eager"
     try:
         with LOADING, device or torch.empty(0).device:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            return transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="sdpa", experts_implementation=experts
             )
     except ValueError as error:
         kind, reason = config.model_type, str(error).split(". ")[0]
         raise ValueError(f"model_type = {kind!r} cannot be built ({reason}): use another") from error
-    return model
 
 
 # ---- the cut
@@ -263,8 +260,7 @@ def join(layers: nn.Sequential) -> nn.Module:
     if first.rotary is not None:
         base.rotary_emb = first.rotary
     model.set_output_embeddings(head.output)
-    whole: nn.Module = model.eval()
-    return whole
+    return model.eval()
 
 
 class Block(nn.Module):
@@ -291,7 +287,7 @@ class Block(nn.Module):
             kind = {"layer_type": self.kind} if self._by_kind else {}
             given["position_embeddings"] = self.rotary(hidden, positions, **kind)
         output = self.layer(hidden, **given)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
+        result = output[0] if isinstance(output, tuple) else output
         return result if starts is None else (result, starts)
 
     def _mask(self, length: int, device: torch.device) -> Tensor | None:
@@ -308,8 +304,7 @@ class Head(nn.Module):
         self.norm, self.output = norm, output
 
     def forward(self, inputs: Hidden) -> Tensor:
-        logits: Tensor = self.output(self.norm(inputs[0] if isinstance(inputs, tuple) else inputs))
-        return logits
+        return self.output(self.norm(inputs[0] if isinstance(inputs, tuple) else inputs))
 
 
 # ---- the check
@@ -342,10 +337,9 @@ def _probe(config_json: str) -> nn.Sequential:
 @torch.no_grad()
 def _check_cut(config_json: str, where: str) -> None:
     """Raises ValueError unless the cut of a small model computes the logits of the model itself."""
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    model: Any = _build(_config_of(_small(json.loads(config_json))), torch.device("cpu")).eval()
-    torch.random.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = _build(_config_of(_small(json.loads(config_json))), torch.device("cpu")).eval()
     ids = torch.arange(PROBE_LENGTH).unsqueeze(0) % PROBE_VOCABULARY
     try:
         ours, theirs = cut(model)(ids), model(ids, use_cache=False).logits

@@ -76,12 +76,11 @@ def write_weights(
     entries: Mapping[str, Description],
     read: Callable[[str], Tensor],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[str]:
-    """Writes tensors of known dtypes and shapes, each of which `read` returns when it is its turn. Returns the names of
-    the files.
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Writes tensors of known dtypes and shapes, each of which `read` returns when it is its turn.
 
-    progress: called with the number of bytes written so far.
+    progress: called with the number of bytes written so far, and with that of all.
     """
     shards: list[dict[str, Description]] = [{}]
     size = 0
@@ -91,7 +90,7 @@ def write_weights(
             size = 0
         shards[-1][name] = entry
         size += entry.nbytes
-    done, files = 0, list[str]()
+    done, total = 0, sum(entry.nbytes for entry in entries.values())
     weight_map: dict[str, str] = {}
 
     def stream(shard: Mapping[str, Description]) -> Iterator[memoryview | bytes]:
@@ -104,16 +103,12 @@ def write_weights(
                 raise CheckpointError(f"{name} is {tuple(tensor.shape)}, not {shard[name].shape}")
             yield tensor_bytes(tensor)
             done += shard[name].nbytes
-            progress(done)
+            progress(done, total)
 
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_file(path / name, stream(shard))
-        files.append(name)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        total = sum(entry.nbytes for entry in entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_file(path / INDEX, [json.dumps(index, indent=2).encode()])
-        files.append(INDEX)
-    return files

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     from rich.progress import Progress
 
     from ..observe.console import Screen
-    from ..tools.export import export, export_adapter, num_parameters
+    from ..tools.export import export, export_adapter
     from ..tools.loading import find_source
 
     given = parse(ExportArguments, arguments, "slipstream export", inspect.getdoc(ExportArguments) or "")
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         return
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("writing the weights", total=None)
-        export(
+        num_parameters = export(
             source,
             given.folder,
             given.dtype,
@@ -54,4 +54,4 @@ def main(arguments: list[str]) -> None:
             lambda now, total: progress.update(task, completed=now, total=total),
         )
     note = "" if source.tokenizer_json else "; the run does not know its tokenizer, so there is none"
-    print(f"{given.folder}: {num_parameters(source):,} parameters of {source.where} in {given.dtype}{note}")
+    print(f"{given.folder}: {num_parameters:,} parameters of {source.where} in {given.dtype}{note}")

@@ -27,12 +27,10 @@ from ..tools.tune.advice import (
     is_delayed,
     law_rows,
     level_0,
-    rate_factor,
     with_batch,
     with_rate,
 )
 from ..tools.tune.continued import check_reach, read_laws, tokens_before
-from ..tools.tune.figures import figures
 from ..tools.tune.fit import POOR, Fit
 from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
 from ..tools.tune.predict import predict
@@ -40,7 +38,7 @@ from ..tools.tune.proxies import choose_proxies, planned_flops
 from ..tools.tune.trials import NUM_TRIALS, Trials, plan_trials, run_trials
 from ..tools.tune.trunks import Laboratory, Record, check_corpus, corpus_vocab_size, explore
 from ..transport.environment import under_torchrun
-from .config_arguments import config_of, parse_with_config
+from .config_arguments import config_of, parse_with_config, write_to
 
 FEW = 0.1
 """Share of the planned tokens below which weights to continue count as hardly trained."""
@@ -91,7 +89,7 @@ def main(arguments: list[str]) -> None:
     if config.model.name != "decoder":
         name = config.model.name.rpartition(".")[2]
     folder = given.output or Path(config.run.folder) / f"tune-{name}"
-    rate_factor(config, size.dim)  # raises now if the optimizer has no law
+    laws = law_rows(config, size, tokens)  # raises now if the optimizer has none
     screen = Screen()
     screen.print(
         f"{name}: {size.parameters:,.0f} parameters without embedding and head that a token uses, {tokens:.3g} tokens, "
@@ -115,7 +113,7 @@ def main(arguments: list[str]) -> None:
     else:
         before = given.tokens_before or 0.0
         if config.model.initial and not before:
-            before = tokens_before(fit, config, model, size, tokens, screen.print)
+            before = tokens_before(fit, config, model, tokens, screen.print)
         prediction, chosen = predict(fit, config, model, tokens, before)
         said = [*_fit_remarks(fit), *_continued_remarks(config, before, tokens)]
     length, tried = model.sequence_length, None
@@ -126,8 +124,8 @@ def main(arguments: list[str]) -> None:
         chosen = with_rate(chosen, size, length, rate, tokens)
         prediction, said = None, [*_trial_remarks(tried, size, tokens), *_mismatch(config)]
         said += [gap_remark(chosen)] if is_delayed(chosen) else []
-    rows = law_rows(config, size, tokens)
-    tuning = Tuning(name, chosen, length, size, tokens, rows, said, prediction, fit, records, budget or 0.0, tried)
+    batch = batch_of(chosen, length)
+    tuning = Tuning(name, chosen, batch, size, tokens, laws, said, prediction, fit, records, budget or 0.0, tried)
     _print(screen, tuning)
     _write(tuning, folder, screen)
 
@@ -174,16 +172,16 @@ def _fit(
 ) -> tuple[Fit, list[Record]]:
     proxies = choose_proxies(config, model, tokens, budget, reach)
     check_corpus(proxies)
-    allowed, planned = budget * size.flops_per_token * tokens, planned_flops(proxies, is_delayed(config))
+    flops, planned = size.flops_per_token * tokens, planned_flops(proxies)
     trunks = folder / "trunks"
     _make(trunks)
     names = ", ".join(f"{proxy.name} on {proxy.tokens:.3g} tokens" for proxy in proxies)
     screen.print(
-        f"proxies: {names}; {planned:.3g} FLOPs, {planned / (size.flops_per_token * tokens):.2%} of the target's; "
-        f"finished ones are kept in {trunks}"
+        f"proxies: {names}; {planned:.3g} FLOPs, {planned / flops:.2%} of the target's; finished ones are kept in "
+        f"{trunks}"
     )
     with _bar(screen, "proxies", planned) as advance:
-        laboratory = Laboratory(trunks, allowed, advance, screen.print)
+        laboratory = Laboratory(trunks, budget * flops, advance, screen.print)
         fit = explore(proxies, laboratory)
     return fit, list(laboratory.records.values())
 
@@ -263,9 +261,9 @@ def _print(screen: Screen, tuning: Tuning) -> None:
         screen.print(f"  {what:<20}{value:<18}{detail}")
     screen.print("\npublished laws")
     for row in tuning.laws:
-        rate = "no rate" if row.rate is None else f"rate of AdamW {row.rate:.3g} (here {row.converted:.3g})"
-        batch = "" if row.batch is None else f", batch {row.batch:,.0f} tokens"
-        screen.print(f"  {row.name}, {row.source}: {rate}{batch}; fitted on {row.fitted_on}")
+        rate = "no rate" if row["rate"] is None else f"rate of AdamW {row['rate']:.3g} (here {row['converted']:.3g})"
+        said = f"{rate}, batch {row['batch']:,.0f} tokens; fitted on {row['fitted_on']}"
+        screen.print(f"  {row['name']}, {row['source']}: {said}")
     screen.print("")
     for remark in tuning.remarks:
         screen.print(remark)
@@ -281,33 +279,21 @@ def _print(screen: Screen, tuning: Tuning) -> None:
 
 
 def _write(tuning: Tuning, folder: Path, screen: Screen) -> None:
-    _make(folder)
-    drawings = {}
-    if tuning.fit is not None and tuning.prediction is not None:
-        total = tuning.tokens + tuning.prediction.equivalent_tokens
-        drawings = figures(
-            tuning.fit, tuning.prediction, tuning.records, tuning.size.parameters, total, bool(tuning.prediction.gap)
-        )
     head = f"# slipstream train {folder / 'tuned.toml'}\n# made by slipstream tune, {time.strftime('%Y-%m-%d')}\n"
     texts = {
         "tuned.toml": f"{head}\n{to_toml(tuning.config)}",
         "tune.json": json.dumps(tuning.tree(), indent=1) + "\n",
-        "tune.html": page(tuning, drawings),
+        "tune.html": page(tuning),
     }
-    try:
+
+    def write() -> None:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+
+    _make(folder)
+    write_to("output", folder, write)
     screen.print(f"\n{folder}: {', '.join(texts)}\n\n  slipstream train {folder / 'tuned.toml'}")
 
 
 def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"output = {str(folder)!r} cannot be written ({error.strerror}): choose another")
+    write_to("output", folder, lambda: folder.mkdir(parents=True, exist_ok=True))

@@ -45,6 +45,10 @@ class PartlyTrained(ModelSpec):
     freeze: tuple[str, ...] = ()
     """Patterns of the names of further parameters to freeze, with * and ?."""
 
+    def __post_init__(self) -> None:
+        for name in ModelSpec.__annotations__:  # what is no method is as the base has it
+            object.__setattr__(self, name, getattr(self.base, name))
+
     def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
         layers, loss = self.base.layers_and_loss(loss_chunk_tokens)
         if self.lora is not None:
@@ -113,34 +117,6 @@ class PartlyTrained(ModelSpec):
         return self.tied_embeddings and any(parameter.requires_grad for parameter in first.parameters())
 
     # ---- as the base has it
-
-    @property
-    def vocab_size(self) -> int:  # type: ignore[override]
-        return self.base.vocab_size
-
-    @property
-    def sequence_length(self) -> int:  # type: ignore[override]
-        return self.base.sequence_length
-
-    @property
-    def dim(self) -> int:  # type: ignore[override]
-        return self.base.dim
-
-    @property
-    def num_layers(self) -> int:  # type: ignore[override]
-        return self.base.num_layers
-
-    @property
-    def tied_embeddings(self) -> bool:  # type: ignore[override]
-        return self.base.tied_embeddings
-
-    @property
-    def num_experts(self) -> int:  # type: ignore[override]
-        return self.base.num_experts
-
-    @property
-    def num_dense_layers(self) -> int:  # type: ignore[override]
-        return self.base.num_dense_layers
 
     @property
     def layer_names(self) -> list[str]:

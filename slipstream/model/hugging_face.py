@@ -1,8 +1,8 @@
 """Translates between the decoder and the formats of Hugging Face: config.json, and the names of the tensors.
 
-    config = config_json(model, dtype="float32")        # what transformers and vLLM read
-    model = decoder_of(config)                           # the same decoder again
-    theirs("block0.attention.query.weight")              # "model.layers.0.self_attn.q_proj.weight"
+    config = config_json(model, "float32", None)         # what transformers and vLLM read
+    model = Decoder(**fields_of(config))                 # the same decoder again
+    source_of("block0.attention.query.weight", model)    # its name there is "model.layers.0.self_attn.q_proj.weight"
 
 A dense decoder is a `LlamaForCausalLM`; with qkv_bias it is a Qwen2 model and with qk_norm a Qwen3 model. With experts
 it is a `Glm4MoeForCausalLM`, which computes the same router. All of them pair the rotary dimensions as we do, so no
@@ -76,16 +76,12 @@ def source_of(name: str, config: ModelConfig) -> Source:
     raise ValueError(f"{name} has no name in the formats of Hugging Face")
 
 
-def model_type(config: ModelConfig) -> str:
-    if config.num_experts:
-        return "glm4_moe"
-    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-
-
 def config_json(config: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
     """Returns the content of config.json, for transformers 4 and 5. Raises ValueError for a decoder that no
     architecture there computes."""
-    kind = model_type(config)
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    if config.num_experts:
+        kind = "glm4_moe"
     if config.qk_norm and config.qkv_bias:
         raise ValueError("model.qk_norm and model.qkv_bias together are in no architecture of transformers: export one")
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -151,10 +147,10 @@ def fields_of(found: Mapping[str, Any]) -> dict[str, Any]:
     kind = found.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"its model_type is {kind!r}, and only {', '.join(ARCHITECTURES)} can be read")
-    refused = list(_not_computed(found, kind))
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    refused = list(_not_computed(found, kind, rope))
     if refused:
         raise ValueError(f"it has {', '.join(refused)}, which the decoder cannot compute")
-    rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
     heads, dim = found["num_attention_heads"], found["hidden_size"]
     fields: dict[str, Any] = {
         "vocab_size": found["vocab_size"],
@@ -189,7 +185,7 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
-def _not_computed(found: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _not_computed(found: Mapping[str, Any], kind: str, rope: Mapping[str, Any]) -> Iterator[str]:
     """Yields the settings that change the arithmetic of a model in a way that the decoder does not have."""
     wanted: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu",),
@@ -202,16 +198,14 @@ def _not_computed(found: Mapping[str, Any], kind: str) -> Iterator[str]:
             "n_group": (1,),
             "topk_group": (1,),
             "norm_topk_prob": (True,),
-            "routed_scaling_factor": (1, 1.0),
+            "routed_scaling_factor": (1,),
             "num_nextn_predict_layers": (0,),
         }
-        rope = found.get("rope_parameters") or {}
         if (share := found.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.5))) != 1:
             yield f"partial_rotary_factor = {share}"
     for name, values in wanted.items():
-        if name in found and found[name] is not None and found[name] not in values:
+        if found.get(name) not in (None, *values):
             yield f"{name} = {found[name]!r}"
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     if (rope_type := _rope_type(rope)) not in ("default", "llama3"):
         yield f"rope_type = {rope_type!r}"
     window = found.get("sliding_window") if found.get("use_sliding_window", kind == "mistral") else None

@@ -39,15 +39,9 @@ def evaluate(source: Source, layers: nn.Sequential, tasks: Sequence[str], limit:
     names = [_name_in(Path(task)) if Path(task) in files else task for task in tasks]
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise UsageError(f"tasks = {unknown[0]!r} is no task of lm-eval: lm_eval ls tasks lists them")
-    found = lm_eval.simple_evaluate(
-        model=_harness_model(source, layers),
-        tasks=names,
-        task_manager=manager,
-        limit=limit,
-        log_samples=False,
-    )
-    results: dict[str, Any] = dict(found["results"])
-    return results
+    model = _harness_model(source, layers)
+    found = lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, limit=limit, log_samples=False)
+    return dict(found["results"])
 
 
 def _name_in(file: Path) -> str:
@@ -63,7 +57,6 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     text, length = Text(source), source.model.sequence_length
-    device = next(layers.parameters()).device
     end = source.end_of_text_id
 
     class Model(TemplateLM):
@@ -75,7 +68,7 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
             return text.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> Any:
-            return [_score(layers, context, continuation, length, device) for _, context, continuation in requests]
+            return [_score(layers, context, continuation, length) for _, context, continuation in requests]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             sums = []
@@ -88,7 +81,7 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
                     context_len=1,
                 )
                 pairs = map(make_disjoint_window, windows)
-                sums.append(sum(_score(layers, before, after, length, device)[0] for before, after in pairs))
+                sums.append(sum(_score(layers, before, after, length)[0] for before, after in pairs))
             return sums
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
@@ -114,9 +107,10 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
 
 @torch.no_grad()
 def _score(
-    layers: nn.Sequential, context: Sequence[int], continuation: Sequence[int], length: int, device: torch.device
+    layers: nn.Sequential, context: Sequence[int], continuation: Sequence[int], length: int
 ) -> tuple[float, bool]:
     """Returns the log-probability of the continuation, and whether it is what greedy decoding would give."""
+    device = next(layers.parameters()).device
     tokens = [*context, *continuation][-(length + 1) :]
     logits = layers(torch.tensor([tokens[:-1]], device=device))[0, -len(continuation) :].float()
     targets = torch.tensor(continuation, device=device)[-len(logits) :]

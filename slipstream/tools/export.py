@@ -13,26 +13,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Checkpoint
 from ..checkpoint.hugging_face import SINGLE, write_weights
 from ..checkpoint.tensors import Description
 from ..errors import UsageError
+from ..hf import HuggingFaceModel
 from ..model.adapters import NAME, PartlyTrained, is_adapter, merge, peft_config
 from ..model.hugging_face import config_json, source_of
 from ..model.registry import Decoder
 from ..model.spec import ModelSpec
 from .loading import MASTER, Source, load
-
-if TYPE_CHECKING:
-    from ..hf import HuggingFaceModel
 
 
 def export(
@@ -41,23 +38,31 @@ def export(
     dtype: str,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Exports a checkpoint. progress: called with the bytes written so far, and with all bytes."""
-    if source.checkpoint is None:
+) -> int:
+    """Exports a checkpoint. Returns the number of parameters. progress: called with the bytes written so far, and with
+    all bytes."""
+    checkpoint = source.checkpoint
+    if checkpoint is None:
         raise UsageError(f"{source.where} is a folder of Hugging Face already: give a run")
-    texts, model = _tokenizer_files(source), _base(source.model)
+
+    def master(name: str) -> Tensor:
+        return checkpoint.read([MASTER + name])[MASTER + name]
+
+    model = source.model.base if isinstance(source.model, PartlyTrained) else source.model
+    is_whole = model is source.model
+    texts = _tokenizer_files(source)
     if isinstance(model, Decoder):
-        try:
-            texts["config.json"] = config_json(model, dtype, source.end_of_text_id)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        texts["config.json"]["slipstream"] = {"optimizer": source.optimizer, "step": source.checkpoint.step}
-        texts["generation_config.json"] = _generation_config(source)
+        texts |= _config_files(source, model, dtype, checkpoint.step)
     with _folder(folder, overwrite) as partial:
-        _write_weights(source, source.checkpoint, partial, getattr(torch, dtype), progress)
+        if isinstance(model, Decoder):
+            weight = master if is_whole else _merged_layers(source)
+            write_weights(partial, *_tensors(model, weight, getattr(torch, dtype)), progress=progress)
+        else:
+            _hugging_face(model).save(master if is_whole else _merged(source), partial, getattr(torch, dtype))
         for name, content in texts.items():
             text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
             (partial / name).write_bytes(text)
+    return model.num_parameters()
 
 
 def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = False) -> None:
@@ -77,7 +82,8 @@ def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = F
             targets.add(names[module])
     read = source.checkpoint.read
     short = {name.split(".")[-1] for name in targets}
-    has_experts = _has_experts(model.base)
+    base = model.base
+    has_experts = bool(base.num_experts if isinstance(base, Decoder) else _hugging_face(base).count_experts())
     if has_experts and (taken := short & {"gate_proj", "up_proj", "down_proj"}):
         raise UsageError(
             f"peft takes adapters of {min(taken)} for those of experts, which have none: leave out --adapter, or train "
@@ -99,7 +105,13 @@ def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = F
 def _folder(folder: Path, overwrite: bool, mark: str = "config.json") -> Iterator[Path]:
     """Yields a folder to write into, which takes its place when it is complete. mark: a file by which a folder that may
     be replaced is recognised."""
-    check_target(folder, overwrite, mark)
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"folder = {str(folder)!r} is no folder: choose another")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not overwrite:
+            raise UsageError(f"folder = {str(folder)!r} is not empty: choose another, or give --overwrite")
+        if not (folder / mark).is_file():
+            raise UsageError(f"folder = {str(folder)!r} has no {mark} and is no model: choose another")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -112,39 +124,6 @@ def _folder(folder: Path, overwrite: bool, mark: str = "config.json") -> Iterato
         raise UsageError(f"folder = {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_weights(
-    source: Source,
-    checkpoint: Checkpoint,
-    folder: Path,
-    dtype: torch.dtype,
-    progress: Callable[[int, int], None],
-) -> None:
-    model = _base(source.model)
-    is_whole = model is source.model
-    if isinstance(model, Decoder):
-        with torch.device("meta"):
-            shapes = {name: tuple(parameter.shape) for name, parameter in model.layers().named_parameters()}
-        weight = _master_of(checkpoint) if is_whole else _merged_layers(source)
-        entries, read = _tensors(shapes, weight, model, dtype)
-        total = sum(entry.nbytes for entry in entries.values())
-        write_weights(folder, entries, read, progress=lambda done: progress(done, total))
-        return
-    _hugging_face(model).save(_master_of(checkpoint) if is_whole else _merged(source), folder, dtype)
-
-
-def num_parameters(source: Source) -> int:
-    """Returns the number of parameters that an export has."""
-    return _base(source.model).num_parameters()
-
-
-def _base(model: ModelSpec) -> ModelSpec:
-    return model.base if isinstance(model, PartlyTrained) else model
-
-
-def _master_of(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
-    return lambda name: checkpoint.read([MASTER + name])[MASTER + name]
 
 
 def _merged(source: Source, layer: str | None = None) -> Callable[[str], Tensor]:
@@ -181,36 +160,22 @@ def _module_names(model: ModelSpec) -> dict[str, str]:
     return _hugging_face(model).module_names(ours)
 
 
-def _has_experts(model: ModelSpec) -> bool:
-    return bool(model.num_experts if isinstance(model, Decoder) else _hugging_face(model).count_experts())
-
-
 def _hugging_face(model: ModelSpec) -> HuggingFaceModel:
-    from ..hf import HuggingFaceModel  # the library is large
-
     assert isinstance(model, HuggingFaceModel), "find_source returns no other models"
     return model
 
 
-def check_target(folder: Path, overwrite: bool, mark: str = "config.json") -> None:
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"folder = {str(folder)!r} is no folder: choose another")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
-            raise UsageError(f"folder = {str(folder)!r} is not empty: choose another, or give --overwrite")
-        if not (folder / mark).is_file():
-            raise UsageError(f"folder = {str(folder)!r} has no {mark} and is no model: choose another")
-
-
 def _tensors(
-    shapes: Mapping[str, tuple[int, ...]], weight: Callable[[str], Tensor], model: Decoder, dtype: torch.dtype
+    model: Decoder, weight: Callable[[str], Tensor], dtype: torch.dtype
 ) -> tuple[dict[str, Description], Callable[[str], Tensor]]:
     """Returns the tensors of the folder, and a function that reads one. A stack of experts is read once for all of its
     experts, which follow each other."""
+    with torch.device("meta"):
+        layers = model.layers()
     entries: dict[str, Description] = {}
     places: dict[str, tuple[str, int | None]] = {}
-    for name, shape in shapes.items():
-        source = source_of(name, model)
+    for name, parameter in layers.named_parameters():
+        source, shape = source_of(name, model), tuple(parameter.shape)
         its_dtype = torch.float32 if name.endswith("router.bias") else dtype
         for index, their_name in enumerate(source.names):
             entries[their_name] = Description(its_dtype, shape[1:] if source.is_stacked else shape)
@@ -227,11 +192,15 @@ def _tensors(
     return entries, read
 
 
-def _generation_config(source: Source) -> dict[str, Any]:
-    ends = (
-        {} if source.end_of_text_id is None else dict.fromkeys(("bos_token_id", "eos_token_id"), source.end_of_text_id)
-    )
-    return {**ends, "do_sample": True, "temperature": 1.0}
+def _config_files(source: Source, model: Decoder, dtype: str, step: int) -> dict[str, Any]:
+    end = source.end_of_text_id
+    try:
+        config = config_json(model, dtype, end)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    config["slipstream"] = {"optimizer": source.optimizer, "step": step}
+    ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+    return {"config.json": config, "generation_config.json": {**ends, "do_sample": True, "temperature": 1.0}}
 
 
 def _tokenizer_files(source: Source) -> dict[str, Any]:

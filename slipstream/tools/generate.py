@@ -11,7 +11,6 @@ caches of their own, which are used for them.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +77,7 @@ def _without_cache(layers: nn.Sequential) -> LastLogits:
     *body, head = layers
 
     def last_logits(ids: Tensor) -> Tensor:
-        logits: Tensor = head(nn.Sequential(*body)(ids)[:, -1:])[0, -1]
-        return logits
+        return head(nn.Sequential(*body)(ids)[:, -1:])[0, -1]
 
     return last_logits
 
@@ -94,8 +92,7 @@ def _with_cache(layers: nn.Sequential, length: int) -> LastLogits:
         hidden = embedding(ids)
         for block, cache in zip(blocks, caches, strict=True):
             hidden = block(hidden, cache)
-        logits: Tensor = head(hidden[:, -1:])[0, -1]
-        return logits
+        return head(hidden[:, -1:])[0, -1]
 
     return last_logits
 
@@ -107,8 +104,7 @@ def _with_cache_of_transformers(layers: nn.Sequential) -> LastLogits:
         nonlocal cache
         output: Any = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
-        logits: Tensor = output.logits[0, -1]
-        return logits
+        return output.logits[0, -1]
 
     return last_logits
 
@@ -133,11 +129,11 @@ class Text:
     """Turns text into tokens and back. Raises UsageError if the model does not know its tokenizer."""
 
     def __init__(self, source: Source) -> None:
-        self._library = None
         if source.tokenizer_json is None:
             raise UsageError(
                 f"{source.where} does not know its tokenizer: train with data.tokenizer, or copy tokenizer.json"
             )
+        self._library = None
         if source.is_bytes:
             return
         try:
@@ -151,23 +147,21 @@ class Text:
     def encode(self, text: str) -> list[int]:
         if self._library is None:
             return list(text.encode())
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self._library is None:
+            return bytes(tokens).decode(errors="replace")
+        return self._library.decode(tokens)
 
     def stream(self, tokens: Iterator[int]) -> Iterator[str]:
         """Yields text as it becomes known. A letter may need several tokens."""
-        if self._library is None:
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            for token in tokens:
-                yield decoder.decode(bytes([token]))
-            yield decoder.decode(b"", final=True)
-            return
         known: list[int] = []
         said = ""
         for token in tokens:
             known.append(token)
-            text = self._library.decode(known)
+            text = self._decode(known)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield text[len(said) :]
                 said = text
-        yield self._library.decode(known)[len(said) :]
+        yield self._decode(known)[len(said) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,21 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
 @pytest.fixture
-def base(tiny: Config, tmp_path: Path) -> Any:
+def base(tiny: Config, tmp_path: Path, bases: Path) -> Any:
     """Makes the folder of a model to start from."""
 
     def made(kind: str = "dense") -> Path:
-        config = changed(tiny, train__steps=2, evaluation__batches=0, run__name="base", **KINDS[kind])
-        train(config)
-        export(find_source(folder_of(config), None, print), tmp_path / "base", "float32")
-        return tmp_path / "base"
+        if not (bases / kind).exists():
+            config = changed(tiny, train__steps=2, evaluation__batches=0, run__name="base", **KINDS[kind])
+            train(config)
+            export(find_source(folder_of(config), None, print), bases / kind, "float32")
+        return shutil.copytree(bases / kind, tmp_path / "base")
 
     return made
 

@@ -63,14 +63,12 @@ def test_a_score_is_the_sum_of_log_probabilities(source):
     with torch.no_grad():
         table = layers(torch.tensor([[1, 2, 3, 4]]))[0].float().log_softmax(-1)
     expected = float(table[2, 4] + table[3, 5])
-    found, is_greedy = _score(layers, context, continuation, 16, torch.device("cpu"))
+    found, is_greedy = _score(layers, context, continuation, 16)
     assert found == pytest.approx(expected) and not is_greedy
     best = int(table[3].argmax())
-    assert _score(layers, [1, 2, 3, 4], [best], 16, torch.device("cpu"))[1]
+    assert _score(layers, [1, 2, 3, 4], [best], 16)[1]
     longer = [7] * 40  # as much of it counts as there are positions
-    assert _score(layers, longer, continuation, 16, torch.device("cpu")) == _score(
-        layers, longer[:15], continuation, 16, torch.device("cpu")
-    )
+    assert _score(layers, longer, continuation, 16) == _score(layers, longer[:15], continuation, 16)
 
 
 def test_the_numbers_are_those_of_the_exported_folder(source, tasks, tmp_path, monkeypatch):

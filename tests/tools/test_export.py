@@ -42,21 +42,27 @@ KINDS = {
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def make(tiny: Config):
-    """Trains a run of that kind, and returns its configuration and its folder."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
 
-    def trained(kind: str) -> tuple[Config, Path]:
-        config = changed(tiny, train__steps=3, evaluation__batches=0, run__name=kind.replace(" ", "-"), **KINDS[kind])
-        train(config)
-        return config, folder_of(config)
+
+@pytest.fixture
+def make(tiny: Config, runs: Path):
+    """Trains a run of that kind, unless there is one, and returns its folder."""
+
+    def trained(kind: str) -> Path:
+        config = changed(tiny, train__steps=3, evaluation__batches=0, run__folder=str(runs), run__name=kind)
+        if not folder_of(config).exists():
+            train(changed(config, **KINDS[kind]))
+        return folder_of(config)
 
     return trained
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_computes_what_the_run_does(kind, make, tmp_path):
-    _, run = make(kind)
+    run = make(kind)
     source = find_source(run, None, print)
     export(source, tmp_path / "out", "float32")
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -76,7 +82,7 @@ def test_transformers_computes_what_the_run_does(kind, make, tmp_path):
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_training_goes_on_from_a_folder_whatever_the_stages(kind, make, tiny, tmp_path):
-    _, run = make(kind)
+    run = make(kind)
     export(find_source(run, None, print), tmp_path / "out", "float32")
     before = Store(run / "checkpoints").newest(print)
     checksums = []
@@ -101,7 +107,7 @@ def test_training_goes_on_from_a_folder_whatever_the_stages(kind, make, tiny, tm
 
 
 def test_the_tokenizer_of_bytes_is_one_that_transformers_reads(make, tmp_path):
-    _, run = make("dense")
+    run = make("dense")
     export(find_source(run, None, print), tmp_path / "out", "bfloat16")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "two words, ünd\n模 \x00."
@@ -116,18 +122,19 @@ def test_the_tokenizer_of_bytes_is_one_that_transformers_reads(make, tmp_path):
 def test_many_weights_are_written_in_shards_with_an_index(tmp_path):
     tensors = {f"t{i}": torch.full((3, i + 1), float(i)) for i in range(6)}
     entries = {name: Description(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    done = []
-    files = write_weights(tmp_path, entries, tensors.__getitem__, max_shard_bytes=100, progress=done.append)
-    assert files[-1] == INDEX and len(files) == 5 and done[-1] == sum(tensor.nbytes for tensor in tensors.values())
+    size, done = sum(tensor.nbytes for tensor in tensors.values()), []
+    write_weights(tmp_path, entries, tensors.__getitem__, 100, progress=lambda now, total: done.append((now, total)))
+    files = {path.name for path in tmp_path.iterdir()}
+    assert INDEX in files and len(files) == 5 and done[-1] == (size, size)
     folder = WeightFolder(tmp_path)
     assert folder.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert all(torch.equal(folder.read(name), tensor) for name, tensor in tensors.items())
     index = json.loads((tmp_path / INDEX).read_text())
-    assert index["metadata"]["total_size"] == done[-1] and set(index["weight_map"].values()) == set(files[:-1])
+    assert index["metadata"]["total_size"] == size and set(index["weight_map"].values()) == files - {INDEX}
 
 
 def test_a_failed_export_leaves_nothing_behind(make, tmp_path):
-    _, run = make("dense")
+    run = make("dense")
     source = find_source(run, None, print)
 
     def fail(done: int, total: int) -> None:
@@ -139,7 +146,7 @@ def test_a_failed_export_leaves_nothing_behind(make, tmp_path):
 
 
 def test_a_folder_in_use_is_not_overwritten_by_accident(make, tmp_path):
-    _, run = make("dense")
+    run = make("dense")
     source, target = find_source(run, None, print), tmp_path / "out"
     target.mkdir()
     (target / "mine.txt").write_text("mine")
@@ -158,7 +165,7 @@ def test_a_folder_in_use_is_not_overwritten_by_accident(make, tmp_path):
     ("out", 7, "is a folder of Hugging Face and has no steps: leave out @7"),
 ])  # fmt: skip
 def test_what_is_no_model_is_one_sentence(text, step, sentence, make, tmp_path):
-    _, run = make("dense")
+    run = make("dense")
     export(find_source(run, None, print), tmp_path / "out", "float32")
     path = {"run": run, "out": tmp_path / "out"}.get(text, tmp_path / text)
     with pytest.raises(UsageError) as refused:
@@ -171,7 +178,7 @@ def test_what_is_no_model_is_one_sentence(text, step, sentence, make, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dense", "qwen3", "experts"])
 def test_a_cache_changes_no_token(kind, make):
-    _, run = make(kind)
+    run = make(kind)
     layers = load(find_source(run, None, print), CPU, torch.float64)
     for sampling in (
         Sampling(12, temperature=0),
@@ -184,7 +191,7 @@ def test_a_cache_changes_no_token(kind, make):
 
 
 def test_text_ends_where_the_positions_do_and_at_the_end_token(make):
-    _, run = make("dense")
+    run = make("dense")
     layers = load(find_source(run, None, print), CPU, torch.float32)
     text = list(generate(layers, [1, 2, 3], Sampling(100, seed=1), length=16))
     assert len(text) == 13
@@ -194,7 +201,7 @@ def test_text_ends_where_the_positions_do_and_at_the_end_token(make):
 
 
 def test_it_is_said_beforehand_where_the_positions_end(make, capsys):
-    _, run = make("dense")
+    run = make("dense")
     generate_text([str(run), "--prompt", "abc", "--max-tokens", "100", "--device", "cpu"])
     assert "at most 13 tokens, because the model has 16 positions" in capsys.readouterr().err
     generate_text([str(run), "--prompt", "abc", "--max-tokens", "13", "--device", "cpu"])
@@ -214,7 +221,7 @@ def test_top_k_and_top_p_draw_only_from_the_likely():
 
 
 def test_letters_of_several_tokens_come_out_whole(make):
-    _, run = make("dense")
+    run = make("dense")
     text = Text(find_source(run, None, print))
     pieces = list(text.stream(iter(text.encode("añ模b"))))
     assert "".join(pieces) == "añ模b" and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)

@@ -1,6 +1,6 @@
 """Level 0: a setting from published laws, without a run; and the configuration of any setting.
 
-    config = configured(Setting(rate, batch), config, model, tokens)
+    config = with_rate(with_batch(config, model.sequence_length, batch), size, model.sequence_length, rate, tokens)
 
 The batch is rounded to microbatches that keep the pipeline full. Warm-up, decay and weight decay follow from rate,
 batch and tokens in the same way for the proxies and for the target.
@@ -8,9 +8,9 @@ batch and tokens in the same way for the proxies and for the target.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -51,29 +51,22 @@ class Size:
         return cls(inner - idle, model.flops_per_token(), model.dim)
 
 
-@dataclass(frozen=True)
-class Setting:
-    rate: float
-    """Peak learning rate of the optimizer: of the matrices, where AdamW updates the rest."""
-    batch: float
-    """Tokens in a step."""
-
-
-def from_laws(config: Config, size: Size, tokens: float) -> Setting:
-    """Returns the setting of Step Law, with its rate converted for the optimizer."""
-    assert STEP_LAW.rate is not None and STEP_LAW.batch is not None
+def from_laws(config: Config, size: Size, tokens: float) -> tuple[float, float]:
+    """Returns rate and batch of Step Law. The rate is the optimizer's: of the matrices, where AdamW updates the
+    rest."""
+    assert STEP_LAW.rate is not None
     rate = STEP_LAW.rate(size.parameters, tokens) * rate_factor(config, size.dim)
-    return Setting(rate, STEP_LAW.batch(size.parameters, tokens))
+    return rate, STEP_LAW.batch(size.parameters, tokens)
 
 
 def level_0(config: Config, model: ModelSpec, size: Size, tokens: float) -> tuple[Config, list[str]]:
     """Returns the configuration of the laws, and what to know about it. If the batch had to be rounded, the rate
     follows with its square root."""
-    law = from_laws(config, size, tokens)
-    config = with_batch(config, model.sequence_length, law.batch)
-    rate = law.rate * math.sqrt(batch_of(config, model.sequence_length) / law.batch)
+    rate, batch = from_laws(config, size, tokens)
+    config = with_batch(config, model.sequence_length, batch)
+    rate *= math.sqrt(batch_of(config, model.sequence_length) / batch)
     config = with_rate(config, size, model.sequence_length, rate, tokens)
-    return config, remarks(config, model, size, law.batch)
+    return config, remarks(config, model, size, batch)
 
 
 def rate_factor(config: Config, dim: int) -> float:
@@ -93,16 +86,6 @@ def rate_factor(config: Config, dim: int) -> float:
     return LEARNING_RATES[name] / LEARNING_RATES["adamw"]
 
 
-def full_batch(config: Config, sequence_length: int, batch: float) -> tuple[int, int]:
-    """Returns (microbatch size, microbatches) of about `batch` tokens in a step that keep the pipeline full: at least
-    as many microbatches as stages, and as the schedule needs. The configured size is reduced if there would be too
-    few."""
-    sequences = batch / (sequence_length * config.pipeline.replicas)
-    least = fewest_sequences(config) // config.pipeline.replicas
-    size = min(config.train.microbatch_size, max(1, int(sequences / least)))
-    return size, max(least, round(sequences / size))
-
-
 def fewest_sequences(config: Config) -> int:
     """Returns the sequences in the smallest step that keeps the pipeline full."""
     return max(schedule_of(config).min_microbatches, config.pipeline.stages) * config.pipeline.replicas
@@ -114,12 +97,15 @@ def batch_of(config: Config, sequence_length: int) -> int:
 
 
 def with_batch(config: Config, sequence_length: int, batch: float) -> Config:
-    """Returns the configuration with about `batch` tokens in a step."""
-    size, microbatches = full_batch(config, sequence_length, batch)
+    """Returns the configuration with about `batch` tokens in a step that keep the pipeline full: at least as many
+    microbatches as stages, and as the schedule needs. Their size is reduced if there would be too few."""
+    replicas = config.pipeline.replicas
+    sequences, least = batch / (sequence_length * replicas), fewest_sequences(config) // replicas
+    size = min(config.train.microbatch_size, max(1, int(sequences / least)))
     return replace(
         config,
         train=replace(config.train, microbatch_size=size),
-        pipeline=replace(config.pipeline, microbatches=microbatches),
+        pipeline=replace(config.pipeline, microbatches=max(least, round(sequences / size))),
     )
 
 
@@ -136,16 +122,12 @@ def with_rate(config: Config, size: Size, sequence_length: int, rate: float, tok
         ),
         weight_decay=_short(weight_decay(size.parameters, tokens, batch, rate)),
         schedule="1-sqrt",
-        warmup_steps=warmup_steps(steps),
+        warmup_steps=min(MAX_WARMUP_STEPS, int(steps * WARMUP_SHARE)),
         decay_steps=decay_steps(steps),
         final_fraction=0.0,
         horizon_steps=None,
     )
     return replace(config, optimizer=section, train=replace(config.train, steps=steps))
-
-
-def warmup_steps(steps: int) -> int:
-    return min(MAX_WARMUP_STEPS, int(steps * WARMUP_SHARE))
 
 
 def decay_steps(steps: int) -> int:
@@ -161,33 +143,23 @@ def is_delayed(config: Config) -> bool:
     return schedule.traits.drifts or any(schedule.delay(stage) for stage in range(schedule.num_stages))
 
 
-@dataclass(frozen=True)
-class LawRow:
-    """What one law says about the target."""
-
-    name: str
-    source: str
-    formula: str
-    fitted_on: str
-    rate: float | None
-    """Rate of AdamW."""
-    converted: float | None
-    """Rate of the configured optimizer."""
-    batch: float | None
-    is_covered: bool
-
-    def tree(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-
-def law_rows(config: Config, size: Size, tokens: float) -> list[LawRow]:
+def law_rows(config: Config, size: Size, tokens: float) -> list[dict[str, Any]]:
+    """Returns what every law says about the target. `rate` is that of AdamW, and `converted` that of the configured
+    optimizer."""
     rows = []
     for law in LAWS:
         rate = law.rate(size.parameters, tokens) if law.rate else None
-        converted = None if rate is None else rate * rate_factor(config, size.dim)
-        batch = law.batch(size.parameters, tokens) if law.batch else None
-        covered = law.covers(size.parameters)
-        rows.append(LawRow(law.name, law.source, law.formula, law.fitted_on, rate, converted, batch, covered))
+        row = {
+            "name": law.name,
+            "source": law.source,
+            "formula": law.formula,
+            "fitted_on": law.fitted_on,
+            "rate": rate,
+            "converted": None if rate is None else rate * rate_factor(config, size.dim),
+            "batch": law.batch(size.parameters, tokens),
+            "is_covered": law.covers(size.parameters),
+        }
+        rows.append(row)
     return rows
 
 

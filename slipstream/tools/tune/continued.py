@@ -6,17 +6,17 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ...config.files import read_plain_file
 from ...config.schema import Config
-from ...errors import UsageError
+from ...errors import ConfigError, UsageError
 from ...model.spec import ModelSpec
 from ...train.build import build_components
 from ..study.delayed import DelayedRun
 from .advice import Size
 from .fit import Fit
-from .predict import equivalent_tokens
 from .trials import trial_of
 from .trunks import Record
 
@@ -25,20 +25,15 @@ def read_laws(path: Path, config: Config) -> tuple[Fit, list[Record]]:
     """Reads the fit of a tune.json and the trunks that it was made from."""
     try:
         tree = json.loads(read_plain_file(path))
-        fitted = tree["fit"]
-        if fitted is None:
-            raise UsageError(
-                f"laws = {str(path)!r} is of a tuning without --budget and has none: make one with --budget"
-            )
-        fit = Fit.from_tree(fitted)
+        fit = None if tree["fit"] is None else Fit.from_tree(tree["fit"])
         records = [Record(**row) for row in tree["trunks"]]
         optimizer = tree["target"]["optimizer"]
     except OSError as error:
         raise UsageError(f"laws = {str(path)!r} cannot be read ({error.strerror}): name a tune.json") from error
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"laws = {str(path)!r} is no tune.json ({error}): name one of slipstream tune") from error
+    if fit is None:
+        raise UsageError(f"laws = {str(path)!r} is of a tuning without --budget and has none: make one with --budget")
     if optimizer != config.optimizer.name:
         raise UsageError(
             f"laws = {str(path)!r} is of optimizer.name = {optimizer!r}, not of {config.optimizer.name!r}: make one "
@@ -60,14 +55,21 @@ def check_reach(records: Sequence[Record], size: Size, tokens: float, reach: flo
         )
 
 
-def tokens_before(
-    fit: Fit, config: Config, model: ModelSpec, size: Size, tokens: float, say: Callable[[str], None]
-) -> float:
-    """Evaluates the weights of model.initial, and returns after how many tokens the law expects their loss."""
+def tokens_before(fit: Fit, config: Config, model: ModelSpec, tokens: float, say: Callable[[str], None]) -> float:
+    """Evaluates the weights of model.initial, and returns after how many tokens from scratch the law expects their loss
+    at their size."""
     trial = trial_of(config, model, tokens)
     cell = trial.cell(1e-3, trial.batch, False)
     run = DelayedRun(cell, build_components(cell.config), torch.device(cell.config.train.device))
     loss = run.evaluate().item()
-    before = equivalent_tokens(fit, size, loss, config.model.initial)
+    lengths = np.exp(np.linspace(np.log(fit.centre.tokens / 100), np.log(fit.centre.tokens * 1e6), 4001))
+    losses = fit.floor(trial.size.parameters, lengths)
+    if not losses[-1] < loss < losses[0]:
+        raise ConfigError(
+            f"model.initial = {config.model.initial!r} has a held-out loss of {loss:.4f}, and the law goes from "
+            f"{losses[0]:.4f} to {losses[-1]:.4f} at its size: the law is of another text or family, so fit it on this "
+            "one with --budget"
+        )
+    before = float(np.exp(np.interp(-loss, -losses, np.log(lengths))))
     say(f"{config.model.initial}: held-out loss {loss:.4f}, as after {before:.3g} tokens from scratch")
     return before

@@ -62,10 +62,6 @@ class End:
     is_late: bool
     loss: float
 
-    @property
-    def steps(self) -> float:
-        return self.tokens / self.batch
-
 
 @dataclass(frozen=True)
 class Prior:
@@ -107,7 +103,7 @@ def priors(
         Prior("ln_w", math.log(0.007 * best), 0.7, "our sweep of Muon at 25M parameters"),
         Prior("b", math.log(batch / centre.batch), 1.0, "level 0"),
         Prior("b_d", 0.5, 0.15, "Step Law 0.57, Power Lines 0.38"),
-        Prior("ln_g", math.log(gap(centre.steps)), 1.0, "our runs of 25M parameters"),
+        Prior("ln_g", math.log(gap(centre.tokens / centre.batch)), 1.0, "our runs of 25M parameters"),
         Prior("g_s", gap.exponent, 0.3, "our runs of 25M parameters"),
         Prior("g_n", 0.0, 0.2, "no dependence on the size"),
     ]
@@ -127,10 +123,6 @@ class Centre:
             return math.exp(sum(math.log(getattr(end, name)) for end in ends) / len(ends))
 
         return cls(mean("parameters"), mean("tokens"), mean("batch"))
-
-    @property
-    def steps(self) -> float:
-        return self.tokens / self.batch
 
 
 @dataclass(frozen=True)
@@ -310,17 +302,15 @@ def _miss(losses: Array, ends: Sequence[End]) -> float:
 
 
 def _weights(ends: Sequence[End]) -> Array:
-    compute = np.array([end.parameters * end.tokens for end in ends])
-    return (compute / compute.max()) ** NEAR / (1 + _excess(ends) / FAR)
-
-
-def _excess(ends: Sequence[End]) -> Array:
-    """Returns by how much every loss exceeds the best one of the same size, length and mode, as a share of it."""
+    """Returns the weights of the ends: larger with the compute, and smaller the further a loss exceeds the best one of
+    the same size, length and mode."""
     best: dict[tuple[float, float, bool], float] = {}
     keys = [(end.parameters, round(math.log2(end.tokens), 1), end.is_late) for end in ends]
     for key, end in zip(keys, ends, strict=True):
         best[key] = min(end.loss, best.get(key, math.inf))
-    return np.array([end.loss / best[key] - 1 for key, end in zip(keys, ends, strict=True)])
+    excess = np.array([end.loss / best[key] - 1 for key, end in zip(keys, ends, strict=True)])
+    compute = np.array([end.parameters * end.tokens for end in ends])
+    return (compute / compute.max()) ** NEAR / (1 + excess / FAR)
 
 
 def lambert(z: Array) -> Array:
@@ -331,7 +321,7 @@ def lambert(z: Array) -> Array:
     return x
 
 
-def least_squares(residuals: Callable[[Array], Array], start: Array, num_steps: int = 100) -> Array:
+def least_squares(residuals: Callable[[Array], Array], start: Array) -> Array:
     """Minimises the sum of squares by Levenberg and Marquardt's method.
 
     residuals: function (rows, parameters) -> (rows, residuals).
@@ -339,7 +329,7 @@ def least_squares(residuals: Callable[[Array], Array], start: Array, num_steps: 
     theta, damping = start.copy(), 1e-2
     eye = np.eye(len(theta)) * 1e-6
     value = residuals(theta[None])[0]
-    for _ in range(num_steps):
+    for _ in range(100):
         jacobian = ((residuals(theta + eye) - value) / 1e-6).T
         normal, gradient = jacobian.T @ jacobian, jacobian.T @ value
         while damping < 1e12:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import linear_regression
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Law:
     fitted_on: str
     parameters: tuple[float, float]
     """Smallest and largest N of the runs that the law was fitted on, approximately."""
+    batch: Callable[[float, float], float]
+    """Function (N, D) -> tokens in a step."""
     rate: Callable[[float, float], float] | None = None
     """Function (N, D) -> peak learning rate of AdamW."""
-    batch: Callable[[float, float], float] | None = None
-    """Function (N, D) -> tokens in a step."""
 
     def covers(self, parameters: float) -> bool:
         return self.parameters[0] <= parameters <= self.parameters[1]
@@ -35,8 +36,8 @@ STEP_LAW = Law(
     "lr = 1.79 N^-0.713 D^0.307, B = 0.58 D^0.571",
     "AdamW, 60M to 1B parameters, 2B to 100B tokens, 2,048 positions, ALiBi and SwiGLU, cosine",
     (6e7, 1.1e9),
-    lambda n, d: 1.79 * n**-0.713 * d**0.307,
     lambda n, d: 0.58 * d**0.571,
+    lambda n, d: 1.79 * n**-0.713 * d**0.307,
 )
 DEEPSEEK = Law(
     "DeepSeek LLM",
@@ -44,8 +45,8 @@ DEEPSEEK = Law(
     "lr = 0.3118 C^-0.125, B = 0.2920 C^0.3271, C = 6 N D",
     "AdamW, 1e17 to 2e19 FLOPs, 4,096 positions, rate in steps",
     (1e7, 2e9),
-    lambda n, d: 0.3118 * (6 * n * d) ** -0.125,
     lambda n, d: 0.2920 * (6 * n * d) ** 0.3271,
+    lambda n, d: 0.3118 * (6 * n * d) ** -0.125,
 )
 POWER_LINES = Law(
     "Power Lines",
@@ -53,7 +54,7 @@ POWER_LINES = Law(
     "B = 2048 x 0.0306 D^0.383; tau = B / (lr wd D) = 1.084 (D/N)^-0.527",
     "AdamW with muP, 111M to 3.3B parameters, SlimPajama, 2,048 positions, linear decay to zero",
     (1.1e8, 3.3e9),
-    batch=lambda n, d: 2048 * 0.0306 * d**0.383,
+    lambda n, d: 2048 * 0.0306 * d**0.383,
 )
 LAWS = (STEP_LAW, DEEPSEEK, POWER_LINES)
 
@@ -97,7 +98,6 @@ class GapLaw:
 def measured_gap(optimizer: str, has_error_feedback: bool) -> GapLaw:
     """Returns the line through the measured gaps, by least squares in logarithms."""
     name = optimizer if (optimizer, True) in GAPS else UNKNOWN
-    points = [(math.log(steps / 1000), math.log(gap)) for steps, gap in GAPS[name, has_error_feedback].items()]
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return GapLaw(math.exp(mean_y - slope * mean_x), -slope)
+    gaps = GAPS[name, has_error_feedback]
+    slope, middle = linear_regression([math.log(steps / 1000) for steps in gaps], list(map(math.log, gaps.values())))
+    return GapLaw(math.exp(middle), -slope)

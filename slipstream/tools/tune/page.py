@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
 
 from ...config.schema import Config
-from .advice import LawRow, Size, batch_of
+from .advice import Size
+from .figures import figures
 from .fit import Fit
 from .predict import Prediction
 from .trials import Trials
@@ -34,20 +36,18 @@ class Tuning:
     name: str
     config: Config
     """Configuration to train with."""
-    sequence_length: int
+    batch: int
+    """Tokens in a step of it."""
     size: Size
     tokens: float
-    laws: list[LawRow]
+    laws: list[dict[str, Any]]
+    """What every published law says (law_rows)."""
     remarks: list[str]
-    prediction: Prediction | None = None
-    fit: Fit | None = None
-    records: list[Record] = field(default_factory=list)
-    budget: float = 0.0
-    trials: Trials | None = None
-
-    @property
-    def batch(self) -> int:
-        return batch_of(self.config, self.sequence_length)
+    prediction: Prediction | None
+    fit: Fit | None
+    records: list[Record]
+    budget: float
+    trials: Trials | None
 
     @property
     def flops(self) -> float:
@@ -78,9 +78,9 @@ class Tuning:
                 "warmup_steps": section.warmup_steps,
                 "decay_steps": section.decay_steps,
             },
-            "laws": [row.tree() for row in self.laws],
+            "laws": self.laws,
             "remarks": self.remarks,
-            "prediction": self.prediction and self.prediction.tree(),
+            "prediction": self.prediction and asdict(self.prediction),
             "fit": self.fit and self.fit.tree(),
             "trunks": [vars(record) for record in self.records],
             "trials": self.trials and [vars(record) for record in self.trials.records],
@@ -124,7 +124,7 @@ def advice_on_synchronous(tuning: Tuning) -> str:
         f"{prediction.synchronous_tokens:.3g} tokens and ends at {prediction.synchronous_loss:.4f}, which is {better}."
     )
     if prediction.synchronous_batch is None:
-        return f"{text} No larger batch, up to 64 times this one, changes that." if better == "worse" else text
+        return f"{text} No larger batch, up to 64 times this one, changes that."
     if better == "better":
         return f"{text} Choose pipeline.schedule = 'one_f_one_b'."
     return f"{text} From about {prediction.synchronous_batch:,.0f} tokens in a step on, choose it."
@@ -134,67 +134,60 @@ def _band(band: Sequence[float]) -> str:
     return f"{band[0]:.4g} to {band[1]:.4g}"
 
 
-def page(tuning: Tuning, drawings: Mapping[str, str]) -> str:
+def page(tuning: Tuning) -> str:
     parts = [
-        f"<h1>{_text(tuning.name)}: {tuning.size.parameters:.3g} parameters on {tuning.tokens:.3g} tokens</h1>",
+        f"<h1>{escape(tuning.name)}: {tuning.size.parameters:.3g} parameters on {tuning.tokens:.3g} tokens</h1>",
         "<p>Parameters without embedding and head; with experts, those that a token uses.</p>",
         '<div class="cards">',
         *(
-            f'<div class="card">{_text(what)}<b>{_text(value)}</b><small>{_text(detail)}</small></div>'
+            f'<div class="card">{escape(what)}<b>{escape(value)}</b><small>{escape(detail)}</small></div>'
             for what, value, detail in summary(tuning)
         ),
         "</div>",
         "<p><code>slipstream train tuned.toml</code> trains with it.</p>",
     ]
     if tuning.remarks:
-        parts += ["<h2>To know</h2><ul>", *(f"<li>{_text(remark)}</li>" for remark in tuning.remarks), "</ul>"]
-    if tuning.prediction:
-        parts += _prediction(tuning, tuning.prediction)
+        parts += ["<h2>To know</h2><ul>", *(f"<li>{escape(remark)}</li>" for remark in tuning.remarks), "</ul>"]
+    if tuning.fit and tuning.prediction:
+        parts += _prediction(tuning, tuning.fit, tuning.prediction)
     if tuning.trials:
         parts += ["<h2>Trials</h2>", *_sentences(tuning.trials.records)]
-    if drawings:
-        parts += [
-            '<h2>The fit</h2><div class="figures">',
-            *(f"<figure><figcaption>{_text(title)}</figcaption>{svg}</figure>" for title, svg in drawings.items()),
-            "</div>",
-        ]
-    elif tuning.prediction:
-        parts.append("<p>No figures: they need <code>pip install slipstream[plot]</code>.</p>")
     parts += ["<h2>Published laws</h2>", _laws(tuning)]
     if tuning.fit:
         parts += _fit(tuning, tuning.fit)
-    title = _text(f"tune {tuning.name}")
+    title = escape(f"tune {tuning.name}")
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _prediction(tuning: Tuning, prediction: Prediction) -> list[str]:
+def _prediction(tuning: Tuning, fit: Fit, prediction: Prediction) -> list[str]:
     wrong = [[what, f"{added:+.4f}", f"{added / prediction.loss:+.2%}"] for what, added in prediction.wrong.items()]
-    spent = tuning.spent
-    seconds = sum(record.seconds for record in tuning.records)
     parts = ["<h2>If a value is wrong by a factor of two</h2>", _table(["what", "loss", "share"], wrong)]
     if sentence_ := advice_on_synchronous(tuning):
-        parts += ["<h2>Delayed or synchronous</h2>", f"<p>{_text(sentence_)}</p>"]
+        parts += ["<h2>Delayed or synchronous</h2>", f"<p>{escape(sentence_)}</p>"]
     if tuning.budget:
+        seconds = sum(record.seconds for record in tuning.records)
         parts += [
             "<h2>Cost</h2>",
-            f"<p>{len(tuning.records)} trunks, {spent:.3g} FLOPs in {seconds:,.0f} s: {spent / tuning.flops:.2%} of "
-            f"the target's {tuning.flops:.3g} (budget {tuning.budget:.2%}).</p>",
+            f"<p>{len(tuning.records)} trunks, {tuning.spent:.3g} FLOPs in {seconds:,.0f} s: "
+            f"{tuning.spent / tuning.flops:.2%} of the target's {tuning.flops:.3g} (budget {tuning.budget:.2%}).</p>",
         ]
-    return parts
+    total = tuning.tokens + prediction.equivalent_tokens
+    drawn = figures(fit, prediction, tuning.records, tuning.size.parameters, total)
+    if not drawn:
+        return [*parts, "<p>No figures: they need <code>pip install slipstream[plot]</code>.</p>"]
+    shown = [f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in drawn.items()]
+    return [*parts, '<h2>The fit</h2><div class="figures">', *shown, "</div>"]
 
 
 def _laws(tuning: Tuning) -> str:
     rows = []
     for row in tuning.laws:
-        rate = "" if row.rate is None else f"{row.rate:.3g}"
-        converted = "" if row.converted is None else f"{row.converted:.3g}"
-        batch = "" if row.batch is None else f"{row.batch:,.0f}"
-        rows.append([f"{row.name}, {row.source}", rate, converted, batch, row.formula, row.fitted_on])
+        rate, converted = ("" if row[name] is None else f"{row[name]:.3g}" for name in ("rate", "converted"))
+        law = f"{row['name']}, {row['source']}"
+        rows.append([law, rate, converted, f"{row['batch']:,.0f}", row["formula"], row["fitted_on"]])
     optimizer = tuning.config.optimizer.name.rpartition(".")[2]
-    return _table(
-        ["law", "rate of AdamW", f"as {optimizer}", "batch", "formula", "fitted on"], rows, numbers=range(1, 4)
-    )
+    return _table(["law", "rate of AdamW", f"as {optimizer}", "batch", "formula", "fitted on"], rows)
 
 
 def _fit(tuning: Tuning, fit: Fit) -> list[str]:
@@ -216,23 +209,21 @@ def _fit(tuning: Tuning, fit: Fit) -> list[str]:
         f"<p>n, d and b are parameters, tokens and batch divided by {centre.parameters:.3g}, {centre.tokens:.3g} and "
         f"{centre.batch:.3g}; B* is in units of the last, too. The residuals are {fit.noise:.2%} of the loss. Bands "
         "are 5 to 95 %.</p>",
-        _table(["", "value", "band", "prior", "from"], rows, numbers=range(1, 4)),
+        _table(["", "value", "band", "prior", "from"], rows),
         "<h2>Trunks</h2>",
         *_sentences(tuning.records),
     ]
 
 
 def _sentences(records: Sequence[Record]) -> list[str]:
-    return ["<ul>", *(f"<li>{_text(sentence(record))}</li>" for record in records), "</ul>"]
+    return ["<ul>", *(f"<li>{escape(sentence(record))}</li>" for record in records), "</ul>"]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = (1, 2)) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table. Its second to fourth column are numbers."""
+
     def line(cells: Sequence[str], tag: str) -> str:
-        made = (f"<{tag}{' class=n' if i in numbers else ''}>{_text(cell)}</{tag}>" for i, cell in enumerate(cells))
+        made = (f"<{tag}{' class=n' if 1 <= i <= 3 else ''}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells))
         return f"<tr>{''.join(made)}</tr>"
 
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
-
-
-def _text(value: str) -> str:
-    return html.escape(value)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from ...config.schema import Config
-from ...errors import ConfigError
 from ...model.spec import ModelSpec
 from .advice import Size, batch_of, is_delayed, with_batch, with_rate
 from .fit import Fit
@@ -40,9 +37,6 @@ class Prediction:
     """Batch from which on the synchronous pipeline is better. None means that none was found."""
     equivalent_tokens: float = 0.0
     """Continued training: tokens from scratch after which the law expects the loss of the folder."""
-
-    def tree(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def predict(
@@ -110,16 +104,3 @@ def _crossing(fit: Fit, config: Config, parameters: float, tokens: float, batch:
     late = fit.loss(parameters, tokens, batches, None, True)
     better = batches[sync < late]
     return float(better[0]) if len(better) else None
-
-
-def equivalent_tokens(fit: Fit, size: Size, loss: float, folder: str) -> float:
-    """Returns after how many tokens from scratch the law expects a loss. This is the idea of arXiv:2606.05610, with
-    tokens at the size of the folder instead of compute."""
-    lengths = np.exp(np.linspace(np.log(fit.centre.tokens / 100), np.log(fit.centre.tokens * 1e6), 4001))
-    losses = fit.floor(size.parameters, lengths)
-    if not losses[-1] < loss < losses[0]:
-        raise ConfigError(
-            f"model.initial = {folder!r} has a held-out loss of {loss:.4f}, and the law goes from {losses[0]:.4f} to "
-            f"{losses[-1]:.4f} at its size: the law is of another text or family, so fit it on this one with --budget"
-        )
-    return float(np.exp(np.interp(-loss, -losses, np.log(lengths))))

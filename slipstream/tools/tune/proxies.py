@@ -93,7 +93,7 @@ class Proxy:
         on_gpu = made.train.device == "cuda"
         cell = Cell(
             made,
-            mode="late" if is_late else "sync",
+            mode="late",
             compute_dtype="bfloat16" if on_gpu and made.train.dtype == "float32" else None,
             compile_mode="reduce-overhead" if on_gpu else None,
         )
@@ -130,15 +130,13 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"budget = {budget:.2%} needs smaller models of the same family, and only those of model.name = 'decoder' "
             "can be made: leave --budget out"
         )
-    if config.model.hf:
-        raise ConfigError("model.hf is trained as transformers computes it and has no smaller models: use model.preset")
     target = Size.of(model)
     fewest = 1 if _has_one_delay(config) else max(1, config.pipeline.stages - 2)
     whole = [proxy_of(config, smaller(model, heads, fewest), target, tokens) for heads in range(1, model.num_heads)]
     sets = []
     for share in TOKEN_SHARES:
         candidates = [_with_tokens(proxy, share * proxy.tokens) for proxy in whole]
-        sets += [found for largest in range(len(candidates)) if (found := _with_smaller(candidates, largest))]
+        sets += [_with_smaller(candidates, largest) for largest in range(NUM_SIZES - 1, len(candidates))]
     if not sets:
         raise ConfigError(
             f"model.num_heads = {model.num_heads} leaves no three smaller models with heads of the same size: leave "
@@ -152,21 +150,22 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
             f"fit needs {MIN_STEPS}, so give more --tokens or shorten model.sequence_length"
         )
     flops = target.flops_per_token * tokens
-    costs = [planned_flops(found, is_delayed(config)) / flops for found in sets]
-    affordable = [found for found, cost in zip(sets, costs, strict=True) if cost <= budget]
+    priced = [(planned_flops(found) / flops, found) for found in sets]
+    affordable = [found for cost, found in priced if cost <= budget]
     if not affordable:
+        least = _share(min(cost for cost, _ in priced))
         raise ConfigError(
-            f"budget = {budget:.3%} is too small: the smallest proxies cost {_share(min(costs))} of the target's "
-            f"{flops:.3g} FLOPs, so use --budget {_share(min(costs))} or more"
+            f"budget = {budget:.3%} is too small: the smallest proxies cost {least} of the target's {flops:.3g} FLOPs, "
+            f"so use --budget {least} or more"
         )
     chosen = min(affordable, key=lambda found: _distance(found, target, tokens))
-    largest, far = chosen[-1], _distance(chosen, target, tokens)
+    far = _distance(chosen, target, tokens)
     if far > reach:
-        near = [cost for found, cost in zip(sets, costs, strict=True) if _distance(found, target, tokens) <= reach]
+        near = [cost for cost, found in priced if _distance(found, target, tokens) <= reach]
         remedy = f"use --budget {_share(min(near))}" if near else "choose a smaller target"
         raise ConfigError(
             f"reach = {reach:g} is less than the {far:.3g} times by which the target exceeds the largest proxy that "
-            f"budget = {budget:.3%} pays for, of {largest.name} parameters: {remedy}, or a larger --reach"
+            f"budget = {budget:.3%} pays for, of {chosen[-1].name} parameters: {remedy}, or a larger --reach"
         )
     return chosen
 
@@ -186,9 +185,7 @@ def _share(value: float) -> str:
 
 
 def _with_smaller(candidates: Sequence[Proxy], largest: int) -> list[Proxy]:
-    """Returns a set of sizes whose parameters have about the wanted ratio, or an empty list if there are too few."""
-    if largest < NUM_SIZES - 1:
-        return []
+    """Returns a set of sizes whose parameters have about the wanted ratio."""
     found, top = [candidates[largest]], largest
     for left in range(NUM_SIZES - 2, -1, -1):
         wanted = found[0].size.parameters / SIZE_RATIO
@@ -197,9 +194,9 @@ def _with_smaller(candidates: Sequence[Proxy], largest: int) -> list[Proxy]:
     return found
 
 
-def planned_flops(proxies: Sequence[Proxy], is_late: bool) -> float:
+def planned_flops(proxies: Sequence[Proxy]) -> float:
     """Returns the FLOPs of all trunks, with one more rate for each size in case the best is at the edge."""
-    total = 0.0
+    total, is_late = 0.0, is_delayed(proxies[0].config)
     for index, proxy in enumerate(proxies):
         num_rates = len(FIRST_RATES if index == 0 else RATES) + 1 + is_late
         total += num_rates * proxy.flops(proxy.batch)
@@ -211,26 +208,24 @@ def planned_flops(proxies: Sequence[Proxy], is_late: bool) -> float:
 def proxy_of(config: Config, model: Decoder, target: Size, tokens: float) -> Proxy:
     """Returns the proxy with this model. target, tokens: size of the target and tokens that it is trained on."""
     size = Size.of(model)
-    own_tokens = tokens * size.parameters / target.parameters
-    return _with_tokens(Proxy(model, _base(config, model), size, own_tokens, 0), own_tokens)
+    proxy = Proxy(model, _base(config, model), size, tokens=0, batch=0)
+    return _with_tokens(proxy, tokens * size.parameters / target.parameters)
 
 
 def _with_tokens(proxy: Proxy, tokens: float) -> Proxy:
-    batch = from_laws(proxy.config, proxy.size, tokens * HORIZONS[1]).batch / proxy.model.sequence_length
+    _, batch = from_laws(proxy.config, proxy.size, tokens * HORIZONS[1])
+    sequences = _power(batch / proxy.model.sequence_length)
     # The smallest batch must not be less than a sequence.
-    return replace(proxy, tokens=tokens, batch=max(_power(batch), round(1 / BATCH_FACTORS[0])))
+    return replace(proxy, tokens=tokens, batch=max(sequences, round(1 / BATCH_FACTORS[0])))
 
 
 def _base(config: Config, model: Decoder) -> Config:
     """Returns the configuration that all trunks of a model share: in one process, with the delays of the target."""
     stages = 1 if _has_one_delay(config) else config.pipeline.stages
-    section = PipelineSection(schedule=config.pipeline.schedule, stages=stages, transport="thread")
-    train = replace(
-        config.train, compute_dtype=None, gradient_dtype=None, reduction_dtype=None, compile=False, non_finite="raise"
-    )
+    train = replace(config.train, gradient_dtype=None, reduction_dtype=None, compile=False, non_finite="raise")
     base = replace(
         with_model(config, model),
-        pipeline=section,
+        pipeline=PipelineSection(schedule=config.pipeline.schedule, stages=stages, transport="thread"),
         train=replace(train, microbatch_size=1),
         optimizer=replace(config.optimizer, sharded=False),
         evaluation=replace(config.evaluation, batches=held_out_sequences(config, model.sequence_length), every_steps=0),

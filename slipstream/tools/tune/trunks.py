@@ -10,15 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ...checkpoint.files import write_file
 from ...config.optimizers import learning_rate
 from ...config.schema import Config
 from ...data import text_size
@@ -27,13 +26,12 @@ from ...train.build import build_components, read_corpus
 from ..study.cell import Cell
 from ..study.delayed import DelayedRun
 from .advice import SPECTRAL, decay_steps, from_laws, is_delayed
-from .fit import End, Fit, fit, priors
+from .fit import End, Fit, Prior, fit, priors
 from .laws import measured_gap
 from .proxies import BATCH_FACTORS, FIRST_RATES, RATES, Proxy
 
 MAX_EXTENSIONS = 3
 """Most rates that are added because the best one is at the edge."""
-REPORT_STEPS = 50
 USUAL_BYTES = 4.0
 """Bytes of a token of text, where the tokenizer does not say how many bytes its tokens have."""
 
@@ -75,35 +73,38 @@ class Laboratory:
         self._folder, self._budget, self._progress, self._say = folder, budget, progress, say
         self.records: dict[str, Record] = {}
 
-    @property
-    def flops(self) -> float:
-        return sum(record.flops for record in self.records.values())
-
     def can_afford(self, proxy: Proxy) -> bool:
-        return self.flops + proxy.flops(proxy.batch) <= self._budget
+        spent = sum(record.flops for record in self.records.values())
+        return spent + proxy.flops(proxy.batch) <= self._budget
 
     def trunk(self, proxy: Proxy, rate: float, sequences: int, is_late: bool) -> Record:
         rate = float(f"{rate:.3g}")
         cell, horizons = proxy.cell(rate, sequences, is_late), proxy.horizons(sequences)
         name = hashlib.sha256(f"{cell.id} {horizons}".encode()).hexdigest()[:12]
+        if name in self.records:
+            return self.records[name]
         path = self._folder / f"{name}.json"
-        record = _read(path) if path.exists() else None
-        if record is None:
+        if path.exists():
+            record = _read(path)
+            self._progress(record.flops)
+        else:
             started = time.perf_counter()
             losses = run_trunk(cell, horizons, self._progress, proxy.size.flops_per_token)
-            batch = sequences * proxy.model.sequence_length
-            parameters, seconds = proxy.size.parameters, time.perf_counter() - started
-            flops = proxy.flops(sequences)
-            steps = list(horizons)
-            record = Record(name, proxy.name, parameters, rate, batch, is_late, steps, losses, flops, seconds)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
-            os.replace(partial, path)  # atomic: the record is complete or does not exist
-        elif name not in self.records:
-            self._progress(record.flops)
-        if name not in self.records:
-            self.records[name] = record
-            self._say(f"[{len(self.records)}] {sentence(record)}")
+            record = Record(
+                name,
+                proxy.name,
+                proxy.size.parameters,
+                rate,
+                sequences * proxy.model.sequence_length,
+                is_late,
+                list(horizons),
+                losses,
+                proxy.flops(sequences),
+                time.perf_counter() - started,
+            )
+            write_file(path, [f"{json.dumps(asdict(record))}\n".encode()])
+        self.records[name] = record
+        self._say(f"[{len(self.records)}] {sentence(record)}")
         return record
 
 
@@ -132,11 +133,15 @@ def run_trunk(cell: Cell, horizons: Sequence[int], progress: Progress, flops_per
     losses: list[float | None] = []
     done = 0
     for steps in horizons:
-        rates = branch_rates(cell, steps)
+        # Until its decay, the schedule of a branch is that of the trunk.
+        section = replace(cell.config.optimizer, decay_steps=decay_steps(steps))
+        rates = learning_rate(replace(cell.config, optimizer=section, train=replace(cell.config.train, steps=steps)))
         start = steps - decay_steps(steps)
-        _train(run, done, start, rates, flops_per_step, progress)
+        for _ in run.train(first=done, last=start, learning_rate=rates):
+            progress(flops_per_step)
         kept = run.snapshot() if steps != horizons[-1] else None
-        _train(run, start, steps, rates, flops_per_step, progress)
+        for _ in run.train(first=start, last=steps, learning_rate=rates):
+            progress(flops_per_step)
         loss = run.evaluate().item()
         losses.append(loss if math.isfinite(loss) else None)
         if losses[-1] is None:
@@ -147,60 +152,55 @@ def run_trunk(cell: Cell, horizons: Sequence[int], progress: Progress, flops_per
     return losses + [None] * (len(horizons) - len(losses))
 
 
-def branch_rates(cell: Cell, steps: int) -> Callable[[int], float]:
-    """Returns the schedule of a branch. Until its decay it is that of the trunk."""
-    section = replace(cell.config.optimizer, decay_steps=decay_steps(steps))
-    train = replace(cell.config.train, steps=steps)
-    return learning_rate(replace(cell.config, optimizer=section, train=train))
-
-
-def _train(
-    run: DelayedRun, first: int, last: int, rates: Callable[[int], float], flops: float, progress: Progress
-) -> None:
-    for done in run.train(first=first, last=last, learning_rate=rates):
-        if (done - first) % REPORT_STEPS == 0:
-            progress(REPORT_STEPS * flops)
-    progress((last - first) % REPORT_STEPS * flops)
-
-
 def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
     """Runs all trunks and fits the law."""
-    is_late, per_token = is_delayed(proxies[0].config), bytes_per_token(proxies[0])
+    is_late, priors_of = is_delayed(proxies[0].config), _priors_of(proxies)
+
+    def fitted(num_samples: int | None = None) -> Fit:
+        ends = [end for record in laboratory.records.values() for end in record.ends()]
+        return fit(ends, priors_of, num_samples)
+
     for index, proxy in enumerate(proxies):
-        fitted = fit_of(proxies, laboratory, per_token, num_samples=0) if index else None
-        best = _best_rate(proxy, laboratory, fitted, is_late)
-        if fitted is not None:
-            fitted = fit_of(proxies, laboratory, per_token, num_samples=0)
-        for factor in BATCH_FACTORS:
-            sequences = round(proxy.batch * factor)
-            rates = [best, best * factor]
-            if fitted is not None and index == len(proxies) - 1:
-                rates = [best * factor ** fitted.value("r_b")]
-            for rate in rates:
-                laboratory.trunk(proxy, rate, sequences, is_late)
+        best = _best_rate(proxy, laboratory, fitted(0) if index else None, is_late)
+        tries = [(factor, best * share) for factor in BATCH_FACTORS for share in (1, factor)]
+        if proxy is proxies[-1]:
+            exponent = fitted(0).value("r_b")
+            tries = [(factor, best * factor**exponent) for factor in BATCH_FACTORS]
+        for factor, rate in tries:
+            laboratory.trunk(proxy, rate, round(proxy.batch * factor), is_late)
         if is_late:
             laboratory.trunk(proxy, best, proxy.batch, False)
-    return fit_of(proxies, laboratory, per_token)
+    return fitted()
 
 
-def bytes_per_token(proxy: Proxy) -> float:
-    """Returns how many bytes of the held-out text a token stands for."""
-    components = build_components(proxy.cell(1e-3, proxy.batch, True).config)
+def _priors_of(proxies: Sequence[Proxy]) -> Callable[[Sequence[End]], list[Prior]]:
+    """Returns the function from ends to priors that `fit` needs."""
+    config, largest = proxies[0].config, proxies[-1].size
+    section = config.optimizer
+    components = build_components(proxies[0].cell(1e-3, proxies[0].batch, True).config)
     assert components.validation is not None, "every proxy is evaluated"
     text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
-    return USUAL_BYTES if text is None else text.num_bytes / text.num_tokens
+    bytes_per_token = USUAL_BYTES if text is None else text.num_bytes / text.num_tokens
+
+    def guess(parameters: float, tokens: float) -> tuple[float, float]:
+        # The width of a model of this size, if width and depth grow in proportion.
+        dim = round(largest.dim * (parameters / largest.parameters) ** (1 / 3))
+        return from_laws(config, replace(largest, parameters=parameters, dim=dim), tokens)
+
+    gap = measured_gap(section.name, section.error_feedback != 0)
+    return lambda ends: priors(ends, section.name in SPECTRAL, guess, gap, bytes_per_token)
 
 
 def _best_rate(proxy: Proxy, laboratory: Laboratory, fitted: Fit | None, is_late: bool) -> float:
     """Runs the learning rates at the middle batch. Returns the best one at the middle length."""
     batch = proxy.batch * proxy.model.sequence_length
     if fitted is None:
-        law = from_laws(proxy.config, proxy.size, proxy.middle_tokens)
-        centre = law.rate * math.sqrt(batch / law.batch)
+        rate, its_batch = from_laws(proxy.config, proxy.size, proxy.middle_tokens)
+        rates = [rate * math.sqrt(batch / its_batch) * factor for factor in FIRST_RATES]
     else:
-        centre = float(fitted.rate(proxy.size.parameters, proxy.middle_tokens, batch))
-    factors = FIRST_RATES if fitted is None else RATES
-    tried = try_rates(proxy, laboratory, [centre * factor for factor in factors], is_late)
+        rate = float(fitted.rate(proxy.size.parameters, proxy.middle_tokens, batch))
+        rates = [rate * factor for factor in RATES]
+    tried = try_rates(proxy, laboratory, rates, is_late)
     return min(tried, key=tried.__getitem__)
 
 
@@ -227,24 +227,6 @@ def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_l
             "data, or use another optimizer"
         )
     return tried
-
-
-def fit_of(proxies: Sequence[Proxy], laboratory: Laboratory, bytes_per_token: float, **options: Any) -> Fit:
-    """Fits the law to all records so far."""
-    ends = [end for record in laboratory.records.values() for end in record.ends()]
-    config = proxies[0].config
-    section = config.optimizer
-    largest = proxies[-1]
-
-    def guess(parameters: float, tokens: float) -> tuple[float, float]:
-        # The width of a model of this size, if width and depth grow in proportion.
-        dim = round(largest.size.dim * (parameters / largest.size.parameters) ** (1 / 3))
-        law = from_laws(config, replace(largest.size, parameters=parameters, dim=dim), tokens)
-        return law.rate, law.batch
-
-    gap = measured_gap(section.name, section.error_feedback != 0)
-    is_spectral = section.name in SPECTRAL
-    return fit(ends, lambda some: priors(some, is_spectral, guess, gap, bytes_per_token), **options)
 
 
 def corpus_vocab_size(config: Config) -> int:
