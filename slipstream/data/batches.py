@@ -96,6 +96,8 @@ class Batches:
         if step < 0 or not 0 <= microbatch < self.num_microbatches:
             raise IndexError(f"step {step}, microbatch {microbatch} of {self.num_microbatches}")
         first = (step * self.num_microbatches + microbatch) * self.microbatch_size
+        if len(self._sources) == 1:  # twice as fast as to take turns
+            return self._order(0, first, self.microbatch_size).tolist()
         sources, ranks = turns(self._weights).of(first, self.microbatch_size)
         windows = np.empty_like(ranks)
         for source in np.unique(sources):
