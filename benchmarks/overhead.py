@@ -14,10 +14,9 @@ import statistics
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.tools.bench.workloads import SleepingLayer, sleep_precisely
+from slipstream.tools.bench.workloads import SleepingLayer, no_loss, sleep_precisely, sleeping_data
 from slipstream.transport.base import Transport
 
 NUM_MICROBATCHES, NUM_PARTS = 2, 8
@@ -31,8 +30,8 @@ def measure(transport: Transport, num_steps: int) -> list[float]:
     pipeline = Pipeline(
         transport,
         [SleepingLayer(0.001, 0.002) for _ in range(transport.num_stages)],
-        data=_data,
-        loss=_loss,
+        data=sleeping_data,
+        loss=no_loss,
         optimizer=partial(torch.optim.SGD, lr=0.0),
         num_microbatches=NUM_MICROBATCHES,
         num_steps=num_steps,
@@ -43,14 +42,6 @@ def measure(transport: Transport, num_steps: int) -> list[float]:
     size = num_steps // NUM_PARTS
     parts = [seconds[part * size : (part + 1) * size] for part in range(NUM_PARTS)]
     return [1e6 * statistics.median(part) / ACTIONS_PER_STEP for part in parts]
-
-
-def _data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(1, 2), torch.zeros(1, 2)
-
-
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs * 0).sum()
 
 
 def main() -> None:

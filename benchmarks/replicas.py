@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline, StepReport, launch
-from slipstream.tools.bench.contenders import steady
+from slipstream.tools.bench.contenders import seconds_per_step
 from slipstream.tools.bench.turns import settle_stage
 from slipstream.tools.bench.workloads import BACKWARD_SECONDS, FORWARD_SECONDS, Placement, emulated
 from slipstream.transport.base import Exchange, Transport
@@ -94,8 +94,7 @@ def run_stage(transport: Transport, slow_update: bool, sharded: bool, num_steps:
             shard_optimizer=sharded,
         )
         ends = [time.perf_counter() for report in pipeline.run() if isinstance(report, StepReport)]
-    ends = steady(ends, "two_bw")
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
+    return seconds_per_step(ends, "two_bw")
 
 
 def main() -> None:

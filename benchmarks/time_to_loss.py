@@ -407,7 +407,7 @@ def measure(given: argparse.Namespace) -> list[Run]:
             leave_behind(runs, given.output)
         return runs
     at_a_time = len(seeds) if given.together else 1
-    with sliced(4 * at_a_time, SHARE), ThreadPoolExecutor(at_a_time) as pool:
+    with sliced(SHARE), ThreadPoolExecutor(at_a_time) as pool:
         for contender, left in jobs:
             runner, options, num_steps = turns[contender]
             job = partial(train, contender=contender, runner=runner, options=[*fixed, *options], num_steps=num_steps)

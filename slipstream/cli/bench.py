@@ -6,7 +6,8 @@ from __future__ import annotations
 import datetime
 import inspect
 import json
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +16,14 @@ import torch
 from ..errors import RunFailure, UsageError
 from ..observe.console import Screen
 from ..observe.metrics import finite
+from ..tools.bench.contenders import World
 from ..tools.bench.figure import draw
-from ..tools.bench.matrix import GPU_STAGES, REAL_STAGES, Extent, gpu_worlds, total_seconds, worlds
+from ..tools.bench.matrix import GPU_STAGES, REAL_STAGES, gpu_worlds, total_seconds, worlds
 from ..tools.bench.memory import peak_memory
 from ..tools.bench.progress import Bar, minutes
-from ..tools.bench.results import Row, document, markdown, notes_of, rows_of, summary, table_of
+from ..tools.bench.results import Table, document, markdown, notes_of, rows_of, summary, text_of
 from ..tools.bench.slices import Gpu, sliced
-from ..tools.bench.turns import Outcome, Stopped, World, compete
+from ..tools.bench.turns import Outcome, Stopped, compete
 from ..tools.bench.workloads import HEAD_DIM, GpuSetting
 from ..transport.environment import under_torchrun
 from .parse import parse
@@ -29,6 +31,8 @@ from .parse import parse
 MAX_STAGES = 32
 """Maximum number of stages, each of them a process on this machine. With more processes the benchmark would measure the
 machine."""
+GPU_SIZES = [each.name for each in fields(GpuSetting) if each.name != "share"]
+"""Fields of the arguments that are also fields of GpuSetting."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +79,15 @@ class BenchArguments:
 
 def main(arguments: list[str]) -> None:
     given = parse(BenchArguments, arguments, "slipstream bench", inspect.getdoc(BenchArguments) or "")
-    matrix = _gpu_matrix(given) if given.device == "cuda" else worlds(_extent(given))
+    matrix = _gpu_matrix(given) if given.device == "cuda" else _cpu_matrix(given)
     if under_torchrun():
         raise UsageError("slipstream bench starts its own processes: start it without torchrun")
     started = datetime.datetime.now(datetime.UTC)
     folder = given.output or Path("runs") / f"bench-{started:%Y%m%d-%H%M%S}"
-    if given.device == "cpu":
+    setting = matrix[0].gpu
+    with nullcontext() if setting is None else sliced(setting.share, given.clock) as gpu:
         _make_folder(folder)
-        run_matrix(matrix, folder, with_memory=not given.quick, started=started)
-        return
-    with sliced(matrix[0].num_stages, given.share, given.clock, given.slices) as gpu:
-        _make_folder(folder)
-        run_matrix(matrix, folder, with_memory=False, started=started, gpu=gpu)
+        run_matrix(matrix, folder, with_memory=gpu is None and not given.quick, started=started, gpu=gpu)
 
 
 def _gpu_matrix(given: BenchArguments) -> list[World]:
@@ -95,11 +96,9 @@ def _gpu_matrix(given: BenchArguments) -> list[World]:
     if len(given.stages) > 1:
         raise UsageError(f"stages = {' '.join(map(str, given.stages))} is more than one number: give one on cuda")
     [num_stages] = given.stages or (GPU_STAGES,)
-    if not 2 <= num_stages <= MAX_STAGES:
-        raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
+    _check_stages(num_stages)
     for name in ("rounds", "clock", "sequence_length", "batch", "vocabulary"):
-        if (value := getattr(given, name)) is not None and value < 1:
-            raise UsageError(f"{name} = {value} measures nothing: use 1 or more")
+        _check_positive(given, name)
     if any(m < 1 for m in given.microbatches):
         raise UsageError(f"microbatches = {' '.join(map(str, given.microbatches))} has less than 1: use 1 or more")
     if given.dim < 1 or given.dim % HEAD_DIM:
@@ -118,12 +117,11 @@ def _gpu_matrix(given: BenchArguments) -> list[World]:
             f"stages = {num_stages} need a GPU each without slices, and there are {num_gpus}: leave out --no-slices, "
             "or use fewer stages"
         )
-    sizes = {name: getattr(given, name) for name in (f.name for f in fields(GpuSetting)) if name != "share"}
+    sizes = {name: getattr(given, name) for name in GPU_SIZES}
     setting = GpuSetting(**sizes, share=(given.share or 100 // num_stages) if given.slices else None)
     factors = (1,) if given.quick else (1, 2, 4)
-    microbatches = given.microbatches or tuple(factor * num_stages for factor in factors)
-    num_rounds = given.rounds or (1 if given.quick else 3)
-    matrix = gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), num_rounds, given.contenders)
+    microbatches = given.microbatches or [factor * num_stages for factor in factors]
+    matrix = gpu_worlds(setting, num_stages, list(dict.fromkeys(microbatches)), _num_rounds(given), given.contenders)
     if len(matrix[0].contenders) == 1:
         raise UsageError(
             f"contenders = {' '.join(given.contenders)} is in the name of no row: leave it out to see them all"
@@ -131,28 +129,36 @@ def _gpu_matrix(given: BenchArguments) -> list[World]:
     return matrix
 
 
-def _extent(given: BenchArguments) -> Extent:
-    defaults = asdict(BenchArguments())
-    for name in ("microbatches", "contenders", "share", "clock", "slices", *(f.name for f in fields(GpuSetting))):
-        if getattr(given, name) != defaults[name]:
+def _cpu_matrix(given: BenchArguments) -> list[World]:
+    defaults = BenchArguments()
+    for name in ("microbatches", "contenders", "share", "clock", "slices", *GPU_SIZES):
+        if getattr(given, name) != getattr(defaults, name):
             raise UsageError(f"{name} = {getattr(given, name)} is for GPUs: leave it out, or use device = 'cuda'")
     for num_stages in given.stages:
-        if not 2 <= num_stages <= MAX_STAGES:
-            raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
+        _check_stages(num_stages)
     if given.only == "real" and given.stages not in ((), (REAL_STAGES,)):
         raise UsageError(
             f"stages = {' '.join(map(str, given.stages))} is for emulated compute, and real compute has {REAL_STAGES}: "
             "leave stages or only = 'real' out"
         )
-    if given.rounds is not None and given.rounds < 1:
-        raise UsageError(f"rounds = {given.rounds} measures nothing: use 1 or more")
+    _check_positive(given, "rounds")
     stages = given.stages or ((2,) if given.quick else (2, 4, 8))
-    return Extent(
-        emulated_stages=() if given.only == "real" else tuple(dict.fromkeys(stages)),
-        with_real=given.only != "emulated",
-        num_rounds=given.rounds or (1 if given.quick else 3),
-        quick=given.quick,
-    )
+    emulated_stages = [] if given.only == "real" else list(dict.fromkeys(stages))
+    return worlds(emulated_stages, given.only != "emulated", _num_rounds(given), given.quick)
+
+
+def _check_stages(num_stages: int) -> None:
+    if not 2 <= num_stages <= MAX_STAGES:
+        raise UsageError(f"stages = {num_stages} cannot be compared: use 2 to {MAX_STAGES}")
+
+
+def _check_positive(given: BenchArguments, name: str) -> None:
+    if (value := getattr(given, name)) is not None and value < 1:
+        raise UsageError(f"{name} = {value} measures nothing: use 1 or more")
+
+
+def _num_rounds(given: BenchArguments) -> int:
+    return given.rounds or (1 if given.quick else 3)
 
 
 def _make_folder(folder: Path) -> None:
@@ -165,26 +171,15 @@ def _make_folder(folder: Path) -> None:
         raise UsageError(f"output = {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
 
 
-@dataclass
-class Finished:
-    """Results of all worlds that have run so far, one entry per world in each list."""
-
-    worlds: list[World] = field(default_factory=list)
-    outcomes: list[list[Outcome]] = field(default_factory=list)
-    rows: list[list[Row]] = field(default_factory=list)
-    notes: list[list[str]] = field(default_factory=list)
-    gpu: dict[str, Any] | None = None
-    """Description of the GPU, and its clock and power in every world. None means that the benchmark runs on a CPU."""
-
-
 def run_matrix(
-    matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime, gpu: Gpu | None = None
-) -> Finished:
+    matrix: list[World], folder: Path, with_memory: bool, started: datetime.datetime, gpu: Gpu | None
+) -> None:
     """Runs all worlds in order. Writes all results so far after every world, also when the user interrupts a world."""
     screen = Screen()
     guess = minutes(sum(map(total_seconds, matrix)))
     screen.print(f"{len(matrix)} table{'s' * (len(matrix) > 1)}, {guess} where nothing else runs; writing {folder}")
-    finished = Finished(gpu=None if gpu is None else {**gpu.describe(), "readings": []})
+    tables: list[Table] = []
+    gpu_facts: dict[str, Any] | None = None if gpu is None else {**gpu.describe(), "readings": []}
     for index, world in enumerate(matrix):
         interrupt: BaseException | None = None
         try:
@@ -193,25 +188,23 @@ def run_matrix(
             outcomes, interrupt, with_memory = stopped.outcomes, stopped.__cause__, False
         readings = {} if gpu is None else gpu.take_readings()
         screen.show_cursor()  # a stage that failed had no time to show it again
-        wants_memory = with_memory and world.workload == "real"
-        memory = _memory(world, outcomes, screen) if wants_memory else [_gpu_memory(each) for each in outcomes]
-        finished.worlds.append(world)
-        finished.outcomes.append(outcomes)
-        finished.rows.append(rows_of(world, outcomes, memory))
-        finished.notes.append(notes_of(world, outcomes, readings))
-        if finished.gpu is not None:
-            finished.gpu["readings"].append({name: asdict(spread) for name, spread in readings.items()})
-        screen.print(table_of(world, finished.rows[-1], finished.notes[-1]))
-        written = _write(finished, folder, started)
+        memory: list[int | None] = [None] * len(outcomes)
+        if with_memory and world.workload == "real":
+            memory = _memory(world, outcomes, screen)
+        rows = rows_of(world, outcomes, memory)
+        tables.append(Table(world, outcomes, rows, notes_of(world, outcomes, readings)))
+        if gpu_facts is not None:
+            gpu_facts["readings"].append({name: asdict(spread) for name, spread in readings.items()})
+        screen.print(text_of(tables[-1]))
+        written = _write(tables, folder, started, gpu_facts)
         if interrupt is not None:
             raise interrupt
-    screen.print("\n".join([*summary(finished.worlds, finished.rows), f"{folder}: {', '.join(written)}"]))
-    if not any(row.step_seconds for of_world in finished.rows for row in of_world):
+    screen.print("\n".join([*summary(tables), f"{folder}: {', '.join(written)}"]))
+    if not any(row.step_seconds for table in tables for row in table.rows):
         raise RunFailure(f"no contender ran: {folder / 'table.md'} says why")
-    return finished
 
 
-def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[list[int] | None]:
+def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[int | None]:
     memory = []
     for number, outcome in enumerate(outcomes, 1):
         if screen.is_terminal:
@@ -220,15 +213,9 @@ def _memory(world: World, outcomes: list[Outcome], screen: Screen) -> list[list[
     return memory
 
 
-def _gpu_memory(outcome: Outcome) -> list[int] | None:
-    """Returns the peak memory of each round, measured on a GPU. None means that there is no measurement: on a CPU,
-    memory is measured in separate worlds."""
-    return [each.memory_bytes for each in outcome.rounds if each.memory_bytes is not None] or None
-
-
-def _write(finished: Finished, folder: Path, started: datetime.datetime) -> list[str]:
-    everything = document(finished.worlds, finished.outcomes, finished.rows, started, finished.gpu)
+def _write(tables: list[Table], folder: Path, started: datetime.datetime, gpu: dict[str, Any] | None) -> list[str]:
+    everything = document(tables, started, gpu)
     (folder / "results.json").write_text(json.dumps(finite(everything), indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(markdown(finished.worlds, finished.rows, finished.notes), encoding="utf-8")
-    drawn = draw(finished.worlds, finished.rows, folder / "figure.png")
+    (folder / "table.md").write_text(markdown(tables), encoding="utf-8")
+    drawn = draw(tables, folder / "figure.png")
     return ["results.json", "table.md", *(["figure.png"] if drawn else [])]

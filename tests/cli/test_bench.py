@@ -9,7 +9,7 @@ from harness import forks
 
 from slipstream.cli.bench import main as bench
 from slipstream.errors import UsageError
-from slipstream.tools.bench.matrix import Extent, worlds
+from slipstream.tools.bench.matrix import worlds
 
 
 @forks
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 
 def test_the_matrix_has_all_m_for_equal_stages_and_slow_links_for_slipstream_alone():
-    matrix = worlds(Extent(emulated_stages=(4,), with_real=True, num_rounds=3))
+    matrix = worlds(emulated_stages=[4], with_real=True, num_rounds=3)
     equal = [w for w in matrix if w.workload == "emulated" and not w.unbalanced]
     assert [w.contenders[0].num_microbatches for w in equal] == [4, 8, 16, 8, 4]
     slow = [w for w in matrix if any(contender.latency_seconds for contender in w.contenders)]

@@ -288,7 +288,7 @@ def main() -> None:
     faults: list[str] = []
     if given.cold or given.long:
         faults += [fault for _ in range(given.cold) for fault in start_cold(given.device)]
-        with sliced(NUM_STAGES, SHARE) if given.long and given.device == "cuda" else nullcontext():
+        with sliced(SHARE) if given.long and given.device == "cuda" else nullcontext():
             faults += run_long(given.device, given.long) if given.long else []
     else:
         pairs = [(way, spring) for way in given.ways for spring in given.springs]

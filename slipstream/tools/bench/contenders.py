@@ -1,15 +1,15 @@
 """The contenders of the benchmark: slipstream's schedules, the schedules of torch.distributed.pipelining, and a bare
 loop without a pipeline.
 
-A contender runs a number of steps on one stage of a world (turns.World) and returns when each steady step ended on that
-stage.
+A contender runs a number of steps on one stage of a world and returns the time of a steady step on that stage.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -18,17 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from ... import Pipeline, StepReport
 from ...pipeline.clock import Activity, Clock, Span
-from ...schedule import TRAITS, Schedule, ScheduleError, waits_for_sum
+from ...schedule import TRAITS, Action, Op, Schedule, ScheduleError, waits_for_sum
 from ...transport.base import Transport
 from ...transport.nccl import FOREVER, LINK_BLOCKS
 from ...transport.process import ProcessTransport
 from .replay import replayed_step_time
-from .workloads import WORKLOADS, GpuSetting, Placement, Workload, on_gpu, work_of
+from .workloads import REAL_DIM, SEQUENCE_LENGTH, GpuSetting, Placement, Workload, emulated, on_gpu, real, work_of
 
 BARE_LOOP = "bare loop, no pipeline"
 TORCH_SHAPES = {
@@ -86,6 +87,63 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class World:
+    """A set of contenders, and the workload, number of stages and number of rounds with which they run. All contenders
+    have the same number of microbatches and the same latency."""
+
+    workload: str
+    """Workload: emulated, real or cuda."""
+    num_stages: int
+    contenders: tuple[Contender, ...]
+    num_rounds: int
+    num_steps: int
+    """Number of steps in a run. At least 5, because `seconds_per_step` drops the ends of up to three steps, and a step
+    time needs two ends."""
+    unbalanced: bool = False
+    shared_memory: bool = True
+    """Whether slipstream's messages use shared memory. torch's messages always use gloo."""
+    gpu: GpuSetting | None = None
+    """Setting of the workload cuda. None for the other workloads."""
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.contenders[0].num_microbatches
+
+    @property
+    def latency_seconds(self) -> float:
+        return self.contenders[0].latency_seconds
+
+    @property
+    def work(self) -> list[float]:
+        """Returns the relative work of every process."""
+        return work_of(self.num_stages, self.unbalanced)
+
+    @property
+    def units_per_microbatch(self) -> int:
+        """Returns the tokens of a microbatch, or 1 for emulated compute, which counts microbatches."""
+        if self.gpu is not None:
+            return self.gpu.tokens_per_microbatch
+        return SEQUENCE_LENGTH if self.workload == "real" else 1
+
+    def activations(self, device: torch.device) -> Tensor:
+        """Returns a tensor like those that pass between stages."""
+        if self.gpu is not None:
+            return self.gpu.activations(device)
+        return torch.ones(1, 2) if self.workload == "emulated" else torch.randn(1, SEQUENCE_LENGTH, REAL_DIM)
+
+    def make_workload(self, contender: Contender, device: torch.device) -> Workload:
+        """Returns the layers that a contender runs. If one contender splits backwards into halves, all contenders get
+        emulated layers that support this."""
+        placement = contender.placement(self.num_stages)
+        if self.gpu is not None:
+            has_tied = self.gpu.tied and contender.schedule in TYING
+            return on_gpu(self.gpu, placement, device, has_tied, contender.as_trained)
+        if self.workload == "real":
+            return real(placement, self.unbalanced)
+        return emulated(placement, self.unbalanced, any(each.schedule in SPLITTING for each in self.contenders))
+
+
+@dataclass(frozen=True)
 class StageCosts:
     """Average seconds of each kind of action on one stage of slipstream."""
 
@@ -108,8 +166,7 @@ class StageCosts:
 class StageRun:
     """Measurements of one run of a contender on one stage."""
 
-    ends: list[float]
-    """Moments at which the steady steps ended."""
+    seconds_per_step: float
     costs: StageCosts | None = None
     facts: dict[str, float] = field(default_factory=dict)
     """Further measurements. ideal_step is the step time of torch's own order of actions, in units of one process's work
@@ -118,10 +175,6 @@ class StageRun:
     memory_bytes: int | None = None
     """Peak of the allocated memory. None means that the device is no GPU."""
 
-    @property
-    def seconds_per_step(self) -> float:
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-
 
 def num_steps_to_fill(schedule: str, num_stages: int) -> int:
     """Returns the number of steps until the first stage has its full number of batches in flight. 1 for schedules that
@@ -129,67 +182,33 @@ def num_steps_to_fill(schedule: str, num_stages: int) -> int:
     return max(1, TRAITS[schedule].delay(num_stages, 0)) if schedule in TRAITS else 1
 
 
-def steady(ends: Sequence[float], schedule: str) -> list[float]:
-    """Returns the ends of the steady steps. It drops the first step. For schedules without a flush it also drops the
-    last two, in which the pipeline drains. The benchmark uses it for measured and for simulated times."""
+def seconds_per_step(ends: Sequence[float], schedule: str = "") -> float:
+    """Returns the mean time between the ends of steady steps. It drops the first step. For schedules without a flush it
+    also drops the last two, in which the pipeline drains. The benchmark uses it for measured and for simulated times.
+    nan means that fewer than two ends are left."""
     has_no_flush = schedule in TRAITS and not TRAITS[schedule].flushes
-    return list(ends[1:-2] if has_no_flush else ends[1:])
+    steady = ends[1:-2] if has_no_flush else ends[1:]
+    return (steady[-1] - steady[0]) / (len(steady) - 1) if len(steady) > 1 else math.nan
 
 
-class Ticks:
-    """Records the moments at which steps end. On a CPU it reads the host's clock. On CUDA it records events in the
-    current stream, so that nothing waits and the times are those of the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._times: list[float] = []
-        self._events: list[torch.cuda.Event] = []
-
-    def tick(self) -> None:
-        if not self._is_cuda:
-            self._times.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
-
-    def seconds(self) -> list[float]:
-        """Returns the recorded moments. On CUDA it waits for the device."""
-        if not self._is_cuda:
-            return self._times
-        torch.cuda.synchronize()
-        return [self._events[0].elapsed_time(event) / 1000 for event in self._events]
-
-
-def run(
-    contender: Contender, workload: str | GpuSetting, unbalanced: bool, transport: Transport, num_steps: int
-) -> StageRun:
+def run(contender: Contender, world: World, transport: Transport, num_steps: int) -> StageRun:
     """Runs one stage of one run of a contender. Raises Refused on every stage if the schedule cannot run."""
-    placement = contender.placement(transport.num_stages)
-    if isinstance(workload, str):
-        return _run(contender, WORKLOADS[workload](placement, unbalanced), unbalanced, transport, num_steps)
-    assert isinstance(transport, ProcessTransport)
-    device = transport.device
-    if device.type == "cuda":
+    is_cuda = transport.device.type == "cuda"
+    if is_cuda:
         gc.collect()  # frees the pipeline of the previous contender, which has reference cycles
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    has_tied = workload.tied and contender.schedule in TYING
-    made = on_gpu(workload, placement, device, has_tied, contender.as_trained)
-    measured = _run(contender, made, unbalanced, transport, num_steps)
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return replace(measured, memory_bytes=memory)
-
-
-def _run(contender: Contender, made: Workload, unbalanced: bool, transport: Transport, num_steps: int) -> StageRun:
+    workload = world.make_workload(contender, transport.device)
     if contender.engine == "slipstream":
-        return _run_slipstream(contender, made, transport, num_steps)
-    if contender.engine == "torch":
+        measured = _run_slipstream(contender, workload, transport, num_steps)
+    elif contender.engine == "torch":
         assert isinstance(transport, ProcessTransport)
         with transport.process_group():  # so that gloo's threads do not disturb the other contenders
-            return _run_torch(contender, made, unbalanced, transport, num_steps)
-    return _run_bare(contender, made, transport, num_steps)
+            measured = _run_torch(contender, world, workload, transport, num_steps)
+    else:
+        measured = _run_bare(contender, world, workload, transport, num_steps)
+    return replace(measured, memory_bytes=torch.cuda.max_memory_allocated()) if is_cuda else measured
 
 
 def _run_slipstream(contender: Contender, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
@@ -203,7 +222,7 @@ def _run_slipstream(contender: Contender, workload: Workload, transport: Transpo
         workload.model,
         data=workload.data,
         loss=workload.loss,
-        optimizer=workload.groups or workload.optimizer,
+        optimizer=workload.optimizer,
         num_microbatches=contender.num_microbatches,
         num_steps=plan.num_steps,
         schedule=contender.schedule,
@@ -219,10 +238,12 @@ def _run_slipstream(contender: Contender, workload: Workload, transport: Transpo
     clock, num_warm_up = pipeline.clock, workload.num_warm_up_steps
     if workload.device.type == "cuda":  # the host runs ahead of the device
         ends = _ends_on_device(clock.spans, contender.num_microbatches)
-    facts = {"peak_in_flight": float(pipeline.peak_in_flight)}
     num_steady = plan.num_steps - (0 if plan.traits.flushes else 2)
-    costs = costs_of(clock, contender.num_microbatches, num_warm_up, num_steady)
-    return StageRun(steady(ends[num_warm_up:], contender.schedule), costs, facts)
+    return StageRun(
+        seconds_per_step(ends[num_warm_up:], contender.schedule),
+        costs_of(clock, contender.num_microbatches, num_warm_up, num_steady),
+        {"peak_in_flight": float(pipeline.peak_in_flight)},
+    )
 
 
 def _ends_on_device(spans: Sequence[Span], num_microbatches: int) -> list[float]:
@@ -265,12 +286,11 @@ def costs_of(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: 
 
 
 def _run_torch(
-    contender: Contender, workload: Workload, unbalanced: bool, transport: Transport, num_steps: int
+    contender: Contender, world: World, workload: Workload, transport: ProcessTransport, num_steps: int
 ) -> StageRun:
-    placement = contender.placement(transport.num_stages)
+    placement = contender.placement(world.num_stages)
     indices = placement.chunks(transport.stage)
     modules = [workload.chunk(index) for index in indices]
-    assert isinstance(transport, ProcessTransport)
     group = nccl_group(transport) if workload.device.type == "cuda" else None
     stages = [
         PipelineStage(module, index, placement.num_chunks, workload.device, group=group)
@@ -285,21 +305,22 @@ def _run_torch(
         )
     except ValueError as error:
         raise Refused(f"torch says: {error}") from error
+    assert callable(workload.optimizer)
     optimizer = workload.optimizer([weight for module in modules for weight in module.parameters()])
     has_first, has_last = 0 in indices, placement.num_chunks - 1 in indices
-    ticks = Ticks(workload.device)
-    for step in range(num_steps):
+
+    def train(step: int) -> None:
         pairs = [workload.data(step, microbatch) for microbatch in range(contender.num_microbatches)]
         inputs = (torch.cat([x for x, _ in pairs]),) if has_first else ()
         targets: dict[str, Any] = {"target": torch.cat([y for _, y in pairs]), "losses": []} if has_last else {}
         schedule.step(*inputs, **targets, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
-        ticks.tick()
+
+    seconds = _time_steps(train, workload, num_steps)
     order = getattr(schedule, "pipeline_order", None) if placement.shape != "single" else None
-    ideal_step = replayed_step_time(order, placement, work_of(transport.num_stages, unbalanced)) if order else None
-    ends = steady(ticks.seconds()[workload.num_warm_up_steps :], contender.schedule)
-    return StageRun(ends, facts={} if ideal_step is None else {"ideal_step": ideal_step})
+    ideal_step = replayed_step_time(order, placement, world.work) if order else None
+    return StageRun(seconds, facts={} if ideal_step is None else {"ideal_step": ideal_step})
 
 
 @cache
@@ -312,19 +333,15 @@ def nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
     return dist.new_group(backend="nccl", timeout=FOREVER, pg_options=options)
 
 
-def _run_bare(contender: Contender, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+def _run_bare(contender: Contender, world: World, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
     """Runs the same work without a pipeline: every process runs its own layers alone and sends no messages."""
     module = workload.chunk(transport.stage)
     inputs, targets = workload.data(0, 0)
-    if workload.activations is not None and transport.stage > 0:
-        inputs = workload.activations()
-    else:
-        with torch.no_grad():
-            for index in range(transport.stage):
-                inputs = workload.chunk(index)(inputs)
+    if transport.stage > 0:
+        inputs = world.activations(workload.device)
     is_last = transport.stage == transport.num_stages - 1
-    ticks = Ticks(workload.device)
-    for _ in range(num_steps):
+
+    def train(step: int) -> None:
         for _ in range(contender.num_microbatches):
             own = inputs.clone().requires_grad_(inputs.is_floating_point())
             outputs = module(own)
@@ -332,5 +349,15 @@ def _run_bare(contender: Contender, workload: Workload, transport: Transport, nu
                 workload.loss(outputs, targets).backward()
             else:
                 outputs.backward(torch.ones_like(outputs))
-        ticks.tick()
-    return StageRun(steady(ticks.seconds()[workload.num_warm_up_steps :], contender.schedule))
+
+    return StageRun(_time_steps(train, workload, num_steps))
+
+
+def _time_steps(train: Callable[[int], None], workload: Workload, num_steps: int) -> float:
+    """Calls train with the number of every step. Returns the seconds of a steady step, in the time of the device."""
+    clock = Clock(workload.device, 0, 1)
+    for step in range(num_steps):
+        clock.enter(Activity.OTHER, Action(0, Op.UPDATE, step, step))  # a span that lasts until the next step
+        train(step)
+    clock.finish()
+    return seconds_per_step([span.end for span in clock.spans][workload.num_warm_up_steps :])

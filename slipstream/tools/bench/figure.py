@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .matrix import AS_TRAINED, OUR_CONTENDERS, TORCH_CONTENDERS
-from .results import Row
-from .turns import World
+from .results import Row, Table
 
 COLOURS = {
     **dict(zip(TORCH_CONTENDERS, ("#c7ccd1", "#aab2b9", "#8d979f", "#727d86", "#57626b", "#3d4850"), strict=True)),
@@ -20,18 +19,18 @@ COLOURS = {
 IDEAL = "#d55e00"
 
 
-def draw(worlds: Sequence[World], rows: Sequence[Sequence[Row]], path: Path) -> Path | None:
+def draw(tables: Sequence[Table], path: Path) -> Path | None:
     """Draws the utilisation of all worlds with equal processes and the usual links. Returns None if matplotlib is
     missing or there is nothing to draw."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     panels: dict[str, dict[int, Sequence[Row]]] = {}
-    for world, of_world in zip(worlds, rows, strict=True):
-        first = world.contenders[0]
-        is_usual = not world.unbalanced and world.shared_memory and not first.latency_seconds
-        if is_usual and any(row.utilisation for row in of_world):
+    for table in tables:
+        world = table.world
+        is_usual = not world.unbalanced and world.shared_memory and not world.latency_seconds
+        if is_usual and any(row.utilisation for row in table.rows):
             name = f"{world.workload} compute, P = {world.num_stages}"
-            panels.setdefault(name, {})[first.num_microbatches] = of_world
+            panels.setdefault(name, {})[world.num_microbatches] = table.rows
     if not panels:
         return None
     import matplotlib

@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from queue import Queue
 
 import torch
@@ -49,14 +47,15 @@ class DelayedLink(Link):
         self._queue.join()
 
 
-@contextmanager
-def link_latency(transport: Transport, seconds: float) -> Iterator[None]:
-    """Delays all messages between neighbours inside the `with` block. 0 leaves the links unchanged."""
+def delay_links(transport: Transport, seconds: float) -> None:
+    """Delays all messages to neighbours from now on. 0 leaves the links unchanged."""
     if not seconds:
-        yield
         return
-    links = {name: getattr(transport, name) for name in ("forward_out", "backward_out") if hasattr(transport, name)}
-    slow_links = {name: DelayedLink(link, seconds) for name, link in links.items()}
+    slow_links = {
+        name: DelayedLink(getattr(transport, name), seconds)
+        for name in ("forward_out", "backward_out")
+        if hasattr(transport, name)
+    }
     flush = transport.flush
 
     def empty_and_flush() -> None:
@@ -66,11 +65,6 @@ def link_latency(transport: Transport, seconds: float) -> Iterator[None]:
 
     for name, link in {**slow_links, "flush": empty_and_flush}.items():
         setattr(transport, name, link)
-    try:
-        yield
-    finally:
-        for name, link in {**links, "flush": flush}.items():
-            setattr(transport, name, link)
 
 
 def message_seconds(transport: Transport, message: Message) -> float:

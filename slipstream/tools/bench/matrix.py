@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ...schedule import TRAITS
-from .contenders import BARE_LOOP, Contender, num_steps_to_fill
-from .turns import World
+from .contenders import BARE_LOOP, TORCH_SHAPES, Contender, World, num_steps_to_fill
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_GPU_WARM_UP_STEPS, SLOW_FACTOR, GpuSetting
 
 LATENCY_SECONDS = 0.003
@@ -25,14 +24,7 @@ GPU_FLOPS, GPU_TURN_SECONDS = 1e14, 4.0
 """Rough FLOP/s of a process, and rough time of a turn before its first step. They are only used to estimate how long a
 run takes."""
 
-TORCH_CONTENDERS = {
-    "torch GPipe": "ScheduleGPipe",
-    "torch 1F1B": "Schedule1F1B",
-    "torch Interleaved1F1B": "ScheduleInterleaved1F1B",
-    "torch InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
-    "torch ZBVZeroBubble": "ScheduleZBVZeroBubble",
-    "torch DualPipeV": "ScheduleDualPipeV",
-}
+TORCH_CONTENDERS = {f"torch {schedule.removeprefix('Schedule')}": schedule for schedule in TORCH_SHAPES}
 OUR_CONTENDERS = {
     "slipstream one_f_one_b": ("one_f_one_b", "minimum"),
     "slipstream two_bw": ("two_bw", "minimum"),
@@ -43,65 +35,38 @@ OUR_CONTENDERS = {
 AS_TRAINED = "slipstream two_bw as trained"
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The part of the matrix that the user wants."""
-
-    emulated_stages: Sequence[int]
-    with_real: bool
-    num_rounds: int
-    quick: bool = False
-
-
-def worlds(extent: Extent) -> list[World]:
+def worlds(emulated_stages: Sequence[int], with_real: bool, num_rounds: int, quick: bool = False) -> list[World]:
     """Returns the worlds of the matrix: m = P, 2P and 4P with equal stages. At m = 2P it adds a world with one
     expensive stage. For emulated compute it adds one with slow links, and at m = P one in which slipstream sends over
-    gloo, as torch always does, and clips."""
-    if extent.quick:
-        emulated = [_world("emulated", p, p, extent, QUICK_NUM_STEPS) for p in extent.emulated_stages]
-        return emulated + (
-            [_world("real", REAL_STAGES, REAL_STAGES, extent, QUICK_NUM_STEPS)] if extent.with_real else []
-        )
+    gloo, as torch always does, and clips. quick: only m = P with equal stages."""
     matrix = []
-    for workload, stages in (("emulated", extent.emulated_stages), ("real", [REAL_STAGES] * extent.with_real)):
-        for p in stages:
-            matrix += [_world(workload, p, factor * p, extent, num_steps) for factor, num_steps in NUM_STEPS.items()]
-            matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], unbalanced=True))
-            if workload == "emulated":
-                matrix.append(_world(workload, p, 2 * p, extent, NUM_STEPS[2], latency_seconds=LATENCY_SECONDS))
-                over_gloo = (
-                    Contender("torch 1F1B", p, "Schedule1F1B"),
-                    Contender("slipstream two_bw", p, "two_bw"),
-                    Contender("slipstream two_bw, clipping", p, "two_bw", clip_norm=1.0),
-                )
-                matrix.append(World(workload, p, over_gloo, extent.num_rounds, NUM_STEPS[1], shared_memory=False))
+    pairs = [*(("emulated", p) for p in emulated_stages), *([("real", REAL_STAGES)] if with_real else [])]
+    for workload, p in pairs:
+        if quick:
+            matrix.append(World(workload, p, _all(p), num_rounds, QUICK_NUM_STEPS))
+            continue
+        for factor, num_steps in NUM_STEPS.items():
+            matrix.append(World(workload, p, _all(factor * p), num_rounds, num_steps))
+        matrix.append(World(workload, p, _all(2 * p), num_rounds, NUM_STEPS[2], unbalanced=True))
+        if workload == "emulated":
+            slow_links = tuple(replace(contender, latency_seconds=LATENCY_SECONDS) for contender in _ours(2 * p))
+            matrix.append(World(workload, p, slow_links, num_rounds, NUM_STEPS[2]))
+            over_gloo = (
+                Contender("torch 1F1B", p, "Schedule1F1B"),
+                Contender("slipstream two_bw", p, "two_bw"),
+                Contender("slipstream two_bw, clipping", p, "two_bw", clip_norm=1.0),
+            )
+            matrix.append(World(workload, p, over_gloo, num_rounds, NUM_STEPS[1], shared_memory=False))
     return matrix
 
 
-def _world(
-    workload: str,
-    num_stages: int,
-    num_microbatches: int,
-    extent: Extent,
-    num_steps: int,
-    unbalanced: bool = False,
-    latency_seconds: float = 0.0,
-) -> World:
-    ours = _ours(num_microbatches, latency_seconds)
-    contenders = ours if latency_seconds else [*_others(num_microbatches), *ours]
-    return World(workload, num_stages, tuple(contenders), extent.num_rounds, num_steps, unbalanced)
-
-
-def _others(num_microbatches: int) -> list[Contender]:
+def _all(num_microbatches: int) -> tuple[Contender, ...]:
     theirs = [Contender(name, num_microbatches, schedule) for name, schedule in TORCH_CONTENDERS.items()]
-    return [Contender(BARE_LOOP, num_microbatches), *theirs]
+    return (Contender(BARE_LOOP, num_microbatches), *theirs, *_ours(num_microbatches))
 
 
-def _ours(num_microbatches: int, latency_seconds: float = 0.0) -> list[Contender]:
-    return [
-        Contender(name, num_microbatches, schedule, depth, latency_seconds=latency_seconds)
-        for name, (schedule, depth) in OUR_CONTENDERS.items()
-    ]
+def _ours(num_microbatches: int) -> list[Contender]:
+    return [Contender(name, num_microbatches, schedule, depth) for name, (schedule, depth) in OUR_CONTENDERS.items()]
 
 
 def gpu_worlds(
@@ -112,13 +77,12 @@ def gpu_worlds(
     words: names of contenders, or parts of names. Empty means all contenders."""
     matrix = []
     for m in microbatches:
-        bare, *others = [*_others(m), *_ours(m), Contender(AS_TRAINED, m, "two_bw", as_trained=True)]
+        bare, *others = [*_all(m), Contender(AS_TRAINED, m, "two_bw", as_trained=True)]
         names = [contender.name for contender in others]
-        wanted = [name for name in names if not words or any(_is_meant(name, word, names) for word in words)]
-        contenders = [bare, *(contender for contender in others if contender.name in wanted)]
-        num_steps = NUM_GPU_WARM_UP_STEPS + max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m))
-        num_steps = min(num_steps, NUM_GPU_WARM_UP_STEPS + GPU_NUM_STEPS)
-        matrix.append(World("cuda", num_stages, tuple(contenders), num_rounds, num_steps, gpu=setting))
+        wanted = [each for each in others if not words or any(_is_meant(each.name, word, names) for word in words)]
+        num_steps = min(max(GPU_MIN_NUM_STEPS, round(GPU_NUM_STEPS * num_stages / m)), GPU_NUM_STEPS)
+        num_steps += NUM_GPU_WARM_UP_STEPS
+        matrix.append(World("cuda", num_stages, (bare, *wanted), num_rounds, num_steps, gpu=setting))
     return matrix
 
 
@@ -129,19 +93,18 @@ def _is_meant(name: str, word: str, names: Sequence[str]) -> bool:
 
 
 def title(world: World) -> str:
-    first = world.contenders[0]
     parts = [
         f"{world.workload} compute",
         f"P = {world.num_stages}",
-        f"m = {first.num_microbatches}",
+        f"m = {world.num_microbatches}",
         f"one process x {SLOW_FACTOR:g}" if world.unbalanced else "equal processes",
     ]
     if world.gpu is not None:
         parts[-1] = "a GPU each" if world.gpu.share is None else f"{world.gpu.share} % of one GPU each"
     if not world.shared_memory:
         parts.append("all links over gloo")
-    if first.latency_seconds:
-        parts.append(f"{1000 * first.latency_seconds:g} ms links")
+    if world.latency_seconds:
+        parts.append(f"{1000 * world.latency_seconds:g} ms links")
     return ", ".join(parts)
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from ...errors import StageFailure
 from ...transport.base import Transport
 from ...transport.launch import launch
-from .contenders import Contender, Refused, run
-from .turns import TIMEOUT_SECONDS, World, settle_stage
+from .contenders import Contender, Refused, World, run
+from .turns import TIMEOUT_SECONDS, settle_stage
 
 NUM_STEPS = 3
 
 
-def peak_memory(contender: Contender, world: World) -> list[int] | None:
-    """Returns the bytes of every process. None means that they cannot be measured."""
+def peak_memory(contender: Contender, world: World) -> int | None:
+    """Returns the bytes of the process that uses the most. None means that they cannot be measured."""
     if platform.system() != "Linux":
         return None
     worker = partial(_grow, contender=contender, world=world)
@@ -30,14 +30,14 @@ def peak_memory(contender: Contender, world: World) -> list[int] | None:
         grown = launch(worker, world.num_stages, timeout_seconds=TIMEOUT_SECONDS, start_method="fork")
     except StageFailure:
         return None
-    return None if None in grown else [each for each in grown if each is not None]
+    return None if None in grown else max(each for each in grown if each is not None)
 
 
 def _grow(transport: Transport, contender: Contender, world: World) -> int | None:
     settle_stage(transport.stage, transport.num_stages)
     before = _kibibytes("VmRSS")
     try:
-        run(contender, world.layers, world.unbalanced, transport, NUM_STEPS)
+        run(contender, world, transport, NUM_STEPS)
     except Refused:
         return None
     peak = _kibibytes("VmHWM")

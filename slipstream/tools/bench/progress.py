@@ -1,5 +1,5 @@
 """The progress bar over the whole matrix. Stage 0 draws it between two turns, because a drawing thread would cost a
-contender time. With GPUs, the process that started the stages draws it."""
+contender time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from ...observe.console import Screen
+from .contenders import World
 from .matrix import guessed_seconds, title, total_seconds
-from .turns import Turn, World
+from .turns import Turn
 
 
 class Bar:
     """Draws the progress when it is called: with a turn before that turn, and with None after the last turn of a world.
-    It draws in the process that calls it."""
+    It draws in the process that calls it, and can be pickled before."""
 
     def __init__(self, matrix: Sequence[World], index: int) -> None:
         self._world = matrix[index]

@@ -6,16 +6,16 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from .contenders import TYING
+from .contenders import TYING, World
 from .matrix import title
 from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
-from .turns import Outcome, Round, World
+from .turns import Outcome, Round
 
 YARDSTICK = "torch 1F1B"
 """The contender to which the speed of all others is compared on GPUs."""
@@ -61,42 +61,54 @@ class Row:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class Table:
+    """The results of one world."""
+
+    world: World
+    outcomes: Sequence[Outcome]
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    """Lines below the table that apply to all rows."""
+
+
 MAX_UTILISATION, MAX_DIFFERENCE = 1.02, 0.1
 """Limits above which a table prints a warning about a row (`doubts`)."""
 
 
-def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[list[int] | None]) -> list[Row]:
+def rows_of(world: World, outcomes: Sequence[Outcome], memory: Sequence[int | None]) -> list[Row]:
+    """memory: bytes of each contender, if they were measured outside of the rounds."""
     bare = next((outcome for outcome in outcomes if outcome.contender.engine == "bare"), None)
     return [_row(world, outcome, bare, bytes_) for outcome, bytes_ in zip(outcomes, memory, strict=True)]
 
 
-def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: list[int] | None) -> Row:
+def _row(world: World, outcome: Outcome, bare: Outcome | None, memory: int | None) -> Row:
     contender, rounds = outcome.contender, outcome.rounds
     if world.workload != "emulated":  # the work is the time without a pipeline, in the same round
         works = [each.facts["mean_stage_seconds"] for each in bare.rounds] if bare else []
     else:
         works = [nominal_seconds(contender, world)] * len(rounds)
-    utilisations = [work / each.seconds_per_step for work, each in zip(works, rounds, strict=False)]
-    predictions = [predicted_seconds(contender, world, each) for each in rounds if each.costs]
-    differences = [p / each.seconds_per_step - 1 for p, each in zip(predictions, rounds, strict=False)]
-    overheads = [statistics.fmean(stage.overhead for stage in each.costs) for each in rounds if each.costs]
-    on_the_cpu = [statistics.fmean(stage.overhead_cpu for stage in each.costs) for each in rounds if each.costs]
-    shares = [_busy_share(contender.num_microbatches, each) for each in rounds if each.costs]
+    costed = [each for each in rounds if each.costs]
+    predictions = [predicted_seconds(contender, world, each) for each in costed]
     units = contender.num_microbatches * world.units_per_microbatch
     return Row(
         name=contender.name,
         step_seconds=Spread.of(outcome.seconds_per_step),
-        per_second=units / outcome.median_seconds if rounds else None,
-        utilisation=Spread.of(utilisations),
+        per_second=units / statistics.median(outcome.seconds_per_step) if rounds else None,
+        utilisation=Spread.of([work / each.seconds_per_step for work, each in zip(works, rounds, strict=False)]),
         ideal=ideal_utilisation(contender, world, rounds[0].facts) if rounds else None,
-        busy=statistics.median(shares) if shares else None,
-        overhead_seconds=statistics.median(overheads) if overheads else None,
-        overhead_cpu_seconds=statistics.median(on_the_cpu) if on_the_cpu else None,
-        predicted_seconds=statistics.median(predictions) if predictions else None,
-        difference=statistics.median(differences) if differences else None,
-        memory_bytes=max(memory) if memory else None,
+        busy=_median([_busy_share(contender.num_microbatches, each) for each in costed]),
+        overhead_seconds=_median([statistics.fmean(stage.overhead for stage in each.costs) for each in costed]),
+        overhead_cpu_seconds=_median([statistics.fmean(stage.overhead_cpu for stage in each.costs) for each in costed]),
+        predicted_seconds=_median(predictions),
+        difference=_median([p / each.seconds_per_step - 1 for p, each in zip(predictions, costed, strict=True)]),
+        memory_bytes=max((each.memory_bytes for each in rounds if each.memory_bytes is not None), default=memory),
         failure=outcome.failure,
     )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _busy_share(num_microbatches: int, measured: Round) -> float:
@@ -104,42 +116,39 @@ def _busy_share(num_microbatches: int, measured: Round) -> float:
     return statistics.fmean(work) / measured.seconds_per_step
 
 
-def prediction_errors(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) -> dict[str, float]:
+def prediction_errors(tables: Sequence[Table]) -> dict[str, float]:
     """Returns, by workload, the median over the matrix of the absolute relative error of the simulator."""
     errors: dict[str, list[float]] = {}
-    for world, row in ((world, row) for world, of_world in zip(worlds, rows, strict=True) for row in of_world):
-        if row.difference is not None:
-            errors.setdefault(world.workload, []).append(abs(row.difference))
+    for table in tables:
+        for row in table.rows:
+            if row.difference is not None:
+                errors.setdefault(table.world.workload, []).append(abs(row.difference))
     return {workload: statistics.median(values) for workload, values in errors.items()}
 
 
 # ---- Markdown
 
-Column = tuple[str, Callable[[Row], str]]
-"""Name of a column, and a function that returns its text for a row."""
+
+def markdown(tables: Sequence[Table]) -> str:
+    """Returns all tables and the summary."""
+    return "\n".join([*map(text_of, tables), *summary(tables)]) + "\n"
 
 
-def markdown(
-    worlds: Sequence[World], rows: Sequence[Sequence[Row]], notes: Sequence[Sequence[str]] | None = None
-) -> str:
-    """Returns all tables and the summary. notes: the lines below each table."""
-    tables = [table_of(*each) for each in zip(worlds, rows, notes or [()] * len(worlds), strict=True)]
-    return "\n".join([*tables, *summary(worlds, rows)]) + "\n"
-
-
-def summary(worlds: Sequence[World], rows: Sequence[Sequence[Row]]) -> list[str]:
+def summary(tables: Sequence[Table]) -> list[str]:
     return [
         f"Predicted step time against measured, {workload} compute: off by {100 * error:.1f} % in the median."
-        for workload, error in prediction_errors(worlds, rows).items()
+        for workload, error in prediction_errors(tables).items()
     ]
 
 
-def table_of(world: World, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    columns = _columns(world, rows)
-    lines = [f"### {title(world)}", "", _line([name for name, _ in columns]), "|---|" + "---:|" * (len(columns) - 1)]
-    lines += [_line([cell(row) for _, cell in columns]) for row in rows]
-    below = [f"- {row.name}: {row.failure}" for row in rows if row.failure] + [f"- {note}" for note in notes]
-    below += [f"- {row.name}: {doubt}" for row in rows for doubt in doubts(row)]
+def text_of(table: Table) -> str:
+    yardstick = next((row.per_second for row in table.rows if row.name == YARDSTICK), None)
+    rows = [_cells(table.world, row, yardstick) for row in table.rows]
+    names, texts = [name for name, _ in rows[0]], [[text for _, text in cells] for cells in rows]
+    lines = [f"### {title(table.world)}", "", _line(names), "|---|" + "---:|" * (len(names) - 1), *map(_line, texts)]
+    below = [f"- {row.name}: {row.failure}" for row in table.rows if row.failure]
+    below += [f"- {note}" for note in table.notes]
+    below += [f"- {row.name}: {doubt}" for row in table.rows for doubt in doubts(row)]
     return "\n".join([*lines, *(["", *below] if below else []), ""])
 
 
@@ -160,47 +169,38 @@ def doubts(row: Row) -> list[str]:
     return found
 
 
-def _columns(world: World, rows: Sequence[Row]) -> list[Column]:
+def _cells(world: World, row: Row, yardstick: float | None) -> list[tuple[str, str]]:
+    """Returns name and text of every cell of a row. yardstick: speed of the contender to compare with."""
     is_emulated, is_gpu = world.workload == "emulated", world.gpu is not None
-    yardstick = next((row.per_second for row in rows if row.name == YARDSTICK), None)
-    unit, form, scale = ("GiB", ".1f", 2**-30) if is_gpu else ("MiB", ".0f", 2**-20)
-    speed: list[Column] = [
-        ("contender", lambda row: row.name),
-        (
-            "microbatches/s" if is_emulated else "tokens/s",
-            lambda row: _number(row.per_second, ".1f" if is_emulated else ",.0f"),
-        ),
-        ("step, ms", lambda row: _number(row.step_seconds.median if row.step_seconds else None, ".1f", scale=1000)),
-        ("lowest - highest", lambda row: _range(row.step_seconds, 1000, ".1f")),
-    ]
-    ratio: list[Column] = [
-        (
-            f"over {YARDSTICK}",
-            lambda row: _number(row.per_second / yardstick if row.per_second and yardstick else None, ".2f"),
-        )
-    ]
-    utilisation: list[Column] = [
-        ("utilisation", lambda row: _number(row.utilisation.median if row.utilisation else None, ".3f")),
-        ("lowest - highest", lambda row: _range(row.utilisation, 1, ".3f")),
-        ("ideal", lambda row: _number(row.ideal, ".3f")),
-    ]
-    busy: list[Column] = [("device busy", lambda row: _number(row.busy, ".3f"))]
-    overhead: list[Column] = [
-        ("overhead per action, us", lambda row: _number(row.overhead_seconds, ".0f", scale=1e6)),
-        ("on the CPU", lambda row: _number(row.overhead_cpu_seconds, ".0f", scale=1e6)),
-    ]
-    prediction: list[Column] = [
-        ("predicted step, ms", lambda row: _number(row.predicted_seconds, ".1f", scale=1000)),
-        ("off by", lambda row: _number(row.difference, "+.1f", " %", scale=100)),
-    ]
-    memory: list[Column] = [(f"memory, {unit}", lambda row: _number(row.memory_bytes, form, scale=scale))]
+    cells = [("contender", row.name)]
+    if is_emulated:
+        cells.append(("microbatches/s", _number(row.per_second, ".1f")))
+    else:
+        cells.append(("tokens/s", _number(row.per_second, ",.0f")))
+    cells += _spread_cells("step, ms", row.step_seconds, ".1f", 1000)
+    if is_gpu:
+        ratio = row.per_second / yardstick if row.per_second and yardstick else None
+        cells.append((f"over {YARDSTICK}", _number(ratio, ".2f")))
+    cells += _spread_cells("utilisation", row.utilisation, ".3f")
+    cells.append(("ideal", _number(row.ideal, ".3f")))
+    if is_gpu:
+        cells.append(("device busy", _number(row.busy, ".3f")))
+    else:
+        cells.append(("overhead per action, us", _number(row.overhead_seconds, ".0f", 1e6)))
+        cells.append(("on the CPU", _number(row.overhead_cpu_seconds, ".0f", 1e6)))
+    cells.append(("predicted step, ms", _number(row.predicted_seconds, ".1f", 1000)))
+    cells.append(("off by", _number(row.difference, "+.1f", 100, " %")))
+    if is_gpu:
+        cells.append(("memory, GiB", _number(row.memory_bytes, ".1f", 2**-30)))
+    elif not is_emulated:
+        cells.append(("memory, MiB", _number(row.memory_bytes, ".0f", 2**-20)))
+    return cells
+
+
+def _spread_cells(name: str, spread: Spread | None, form: str, scale: float = 1) -> list[tuple[str, str]]:
     return [
-        *speed,
-        *(ratio if is_gpu else []),
-        *utilisation,
-        *(busy if is_gpu else overhead),
-        *prediction,
-        *([] if is_emulated else memory),
+        (name, "" if spread is None else _number(spread.median, form, scale)),
+        ("lowest - highest", "" if spread is None else _range(spread, form, scale)),
     ]
 
 
@@ -215,9 +215,9 @@ def notes_of(world: World, outcomes: Sequence[Outcome], readings: Mapping[str, S
             f"Link: a message of {size / 1e6:.1f} MB takes {1000 * seconds:.2f} ms to the next process, "
             f"{size / seconds / 1e9:.1f} GB/s."
         )
-    for name, label, form in (("sm_clock_mhz", "Clock, MHz", ",.0f"), ("power_watts", "Power, W", ",.0f")):
+    for name, label in (("sm_clock_mhz", "Clock, MHz"), ("power_watts", "Power, W")):
         if (spread := readings.get(name)) is not None:
-            notes.append(f"{label}: {_range(spread, 1, form)}, median {spread.median:{form}}.")
+            notes.append(f"{label}: {_range(spread, ',.0f')}, median {spread.median:,.0f}.")
     if world.gpu.tied:
         notes.append(
             f"Embedding and head share a weight in slipstream's {' and '.join(TYING)}; in all other rows they are "
@@ -230,23 +230,19 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _number(value: float | None, form: str, unit: str = "", scale: float = 1) -> str:
+def _number(value: float | None, form: str, scale: float = 1, unit: str = "") -> str:
     return "" if value is None else f"{scale * value:{form}}{unit}"
 
 
-def _range(spread: Spread | None, scale: float, form: str) -> str:
-    return "" if spread is None else f"{scale * spread.lowest:{form}} - {scale * spread.highest:{form}}"
+def _range(spread: Spread, form: str, scale: float = 1) -> str:
+    return f"{scale * spread.lowest:{form}} - {scale * spread.highest:{form}}"
 
 
 # ---- JSON
 
 
 def document(
-    worlds: Sequence[World],
-    outcomes: Sequence[Sequence[Outcome]],
-    rows: Sequence[Sequence[Row]],
-    started: datetime.datetime,
-    gpu: Mapping[str, Any] | None = None,
+    tables: Sequence[Table], started: datetime.datetime, gpu: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns all results: settings, every round of every contender, and the rows computed from them. gpu: the
     description of the GPU."""
@@ -260,15 +256,16 @@ def document(
             "torch": torch.__version__,
         },
         **({} if gpu is None else {"gpu": dict(gpu)}),
-        "prediction_errors": prediction_errors(worlds, rows),
+        "prediction_errors": prediction_errors(tables),
         "worlds": [
             {
-                "title": title(world),
-                **{name: value for name, value in asdict(world).items() if name != "contenders"},
+                "title": title(table.world),
+                **{name: value for name, value in asdict(table.world).items() if name != "contenders"},
                 "contenders": [
-                    {"row": asdict(row), **asdict(outcome)} for row, outcome in zip(of_rows, of_outcomes, strict=True)
+                    {"row": asdict(row), **asdict(outcome)}
+                    for row, outcome in zip(table.rows, table.outcomes, strict=True)
                 ],
             }
-            for world, of_rows, of_outcomes in zip(worlds, rows, outcomes, strict=True)
+            for table in tables
         ],
     }

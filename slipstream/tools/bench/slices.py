@@ -1,6 +1,6 @@
 """Splits one GPU into slices for a pipeline: CUDA's MPS gives each process a share of the multiprocessors.
 
-    with sliced(4, clock_mhz=1100) as gpu:
+    with sliced(share=25, clock_mhz=1100) as gpu:
         ...                      # processes that start here find the service in their environment
         print(gpu.take_readings())
 
@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -140,36 +140,34 @@ class Gpu:
 
 
 @contextmanager
-def sliced(
-    num_processes: int, share: int | None = None, clock_mhz: int | None = None, mps: bool = True
-) -> Iterator[Gpu]:
+def sliced(share: int | None, clock_mhz: int | None = None) -> Iterator[Gpu]:
     """Starts MPS, locks the clock and samples clock and power inside the `with` block.
 
-    share: percent of the multiprocessors for each process. None means 100 divided by num_processes.
+    share: percent of the multiprocessors for each process. None means that every process has its own GPU, without MPS.
 
     clock_mhz: the frequency at which the GPU's clock is locked. None means that the clock is not changed, because other
-    users may share the GPU.
-
-    mps: False means that every process has its own GPU. Then only clock and power are sampled."""
-    if mps and shutil.which(CONTROL) is None:
+    users may share the GPU."""
+    if share is not None and shutil.which(CONTROL) is None:
         raise UsageError(f"{CONTROL} is not installed, which shares one GPU among stages: use --no-slices")
     stack = ExitStack()
     with _on_sigterm(_exit):
         try:
-            yield _open(stack, num_processes, share, clock_mhz, mps)
+            yield _open(stack, share, clock_mhz)
         finally:
             with _on_sigterm(signal.SIG_IGN, signal.SIGINT):  # the cleanup must not be interrupted
                 stack.close()
 
 
-def _open(stack: ExitStack, num_processes: int, share: int | None, clock_mhz: int | None, mps: bool) -> Gpu:
+def _open(stack: ExitStack, share: int | None, clock_mhz: int | None) -> Gpu:
     """Sets up everything, and registers on `stack` how to undo it."""
-    folder = Path(tempfile.mkdtemp(prefix="mps-")) if mps else None
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    gpu = Gpu(folder, ["-i", first] if mps else [])
-    if folder is not None:
+    if share is None:
+        gpu = Gpu(None, [])
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="mps-"))
+        gpu = Gpu(folder, ["-i", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"])
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.callback(_set_environment(_environment(folder, share or 100 // num_processes)))
+        stack.callback(_restore_environment, dict(os.environ))
+        os.environ.update(_environment(folder, share))
         stack.callback(gpu.stop)
         gpu.start()
     if clock_mhz is not None:
@@ -195,19 +193,9 @@ def _environment(folder: Path, share: int) -> dict[str, str]:
     }
 
 
-def _set_environment(values: Mapping[str, str]) -> Callable[[], None]:
-    """Sets the variables. Returns a function that restores them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-
-    def restore() -> None:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-    return restore
+def _restore_environment(before: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def _is_service(pid: int) -> bool:

@@ -3,13 +3,14 @@ slipstream's measured costs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
-from ...schedule import SCHEDULES, TRAITS, Op, Schedule, ScheduleError
+from ...schedule import Op, ScheduleError
 from ...schedule.simulate import Costs, min_steady_steps, simulate
-from .contenders import Contender, StageCosts, steady
-from .turns import Round, World
-from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS, work_of
+from .contenders import Contender, StageCosts, World, seconds_per_step
+from .turns import Round
+from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS
 
 SAME_AS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "one_f_one_b"}
 """torch's schedules that slipstream has too, by class name."""
@@ -19,45 +20,28 @@ NUM_SETTLING_STEPS = 8
 
 def nominal_seconds(contender: Contender, world: World) -> float:
     """Returns the work of a process in a step of emulated compute, averaged over processes."""
-    share = fmean(work_of(world.num_stages, world.unbalanced))
-    return share * contender.num_microbatches * (FORWARD_SECONDS + BACKWARD_SECONDS)
+    return fmean(world.work) * contender.num_microbatches * (FORWARD_SECONDS + BACKWARD_SECONDS)
 
 
 def ideal_utilisation(contender: Contender, world: World, facts: dict[str, float]) -> float | None:
     """Returns the utilisation with nominal costs: a backward costs two forwards, injected latency counts, and
     everything else is free. None means that it is unknown."""
     if contender.engine == "bare":
-        work = work_of(world.num_stages, world.unbalanced)
-        return fmean(work) / max(work)
-    name = SAME_AS.get(contender.schedule, contender.schedule)
-    if name not in SCHEDULES:
+        return fmean(world.work) / max(world.work)
+    same = replace(contender, schedule=SAME_AS.get(contender.schedule, contender.schedule))
+    if same.engine == "torch":
         step = facts.get("ideal_step")
-        share = fmean(work_of(world.num_stages, world.unbalanced))
-        return None if step is None else share * contender.num_microbatches / step
-    work = work_of(world.num_stages, world.unbalanced)
+        return None if step is None else fmean(world.work) * contender.num_microbatches / step
     costs = Costs(
-        forward=[share * FORWARD_SECONDS for share in work],
-        backward=[share * BACKWARD_SECONDS for share in work],
+        forward=[share * FORWARD_SECONDS for share in world.work],
+        backward=[share * BACKWARD_SECONDS for share in world.work],
         latency=contender.latency_seconds,
     )
     try:
-        endless = Schedule(
-            name,
-            world.num_stages,
-            contender.num_microbatches,
-            depth=contender.depth,
-            global_update=contender.clip_norm is not None or TRAITS[name].has_slack,
-        )
+        plan = same.plan(world.num_stages, world.num_steps)
     except ScheduleError:
         return None
-    bounded = Schedule(
-        name,
-        world.num_stages,
-        contender.num_microbatches,
-        min_steady_steps(endless) + NUM_SETTLING_STEPS,
-        depth=contender.depth,
-        global_update=endless.global_update,
-    )
+    bounded = replace(plan, num_steps=min_steady_steps(plan) + NUM_SETTLING_STEPS)
     return nominal_seconds(contender, world) / simulate(bounded, costs).step_time
 
 
@@ -79,8 +63,6 @@ def predicted_seconds(contender: Contender, world: World, measured: Round) -> fl
         update=[update(stage) for stage in stages],
         latency=measured.message_seconds,
     )
-    spacings = []
-    for row in simulate(schedule, costs).boxes_by_stage:
-        ends = steady([box.end for box in row if box.action.op is Op.UPDATE], schedule.name)
-        spacings.append((ends[-1] - ends[0]) / (len(ends) - 1))
-    return max(spacings)
+    rows = simulate(schedule, costs).boxes_by_stage
+    ends = [[box.end for box in row if box.action.op is Op.UPDATE] for row in rows]
+    return max(seconds_per_step(of_stage, schedule.name) for of_stage in ends)

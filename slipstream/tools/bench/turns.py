@@ -30,58 +30,16 @@ from ...errors import RunFailure, StageFailure
 from ...transport.base import Transport, gather_objects
 from ...transport.launch import launch
 from ...transport.process import ProcessTransport
-from .contenders import SPLITTING, Contender, Refused, StageCosts, StageRun, run
-from .links import link_latency, message_seconds
-from .workloads import DIVISIBLE, SEQUENCE_LENGTH, GpuSetting, sleep_precisely
+from .contenders import Contender, Refused, StageCosts, StageRun, World, run
+from .links import delay_links, message_seconds
+from .workloads import sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
-"""Time without a message after which a contender counts as hanging."""
-GPU_TIMEOUT_SECONDS = 60.0
-"""The same timeout on GPUs. There it also limits a whole turn, because NCCL does not always detect that it hangs."""
+"""Time without a message after which a contender counts as hanging. On GPUs it also limits a whole turn, because NCCL
+does not always detect that it hangs."""
 LAST_RESORT_SECONDS = 15.0
 """Additional time after which a process ends itself without a message, if it could not report the timeout."""
-LOOK_SECONDS = 0.2
-"""Time between two reads of the log by the parent process."""
 MAX_REASON_LENGTH = 400
-MODEL_DIM = 256
-"""Width of a message of the real workload, for the ping."""
-
-
-@dataclass(frozen=True)
-class World:
-    """A set of contenders, and the workload, number of stages and number of rounds with which they run."""
-
-    workload: str
-    """Workload: emulated, real or cuda."""
-    num_stages: int
-    contenders: tuple[Contender, ...]
-    num_rounds: int
-    num_steps: int
-    """Number of steps in a run. At least 5, because `steady` drops the ends of up to three steps, and a step time needs
-    two ends."""
-    unbalanced: bool = False
-    shared_memory: bool = True
-    """Whether slipstream's messages use shared memory. torch's messages always use gloo."""
-    gpu: GpuSetting | None = None
-    """Setting of the workload cuda. None for the other workloads."""
-
-    @property
-    def units_per_microbatch(self) -> int:
-        """Returns the tokens of a microbatch, or 1 for emulated compute, which counts microbatches."""
-        if self.gpu is not None:
-            return self.gpu.tokens_per_microbatch
-        return SEQUENCE_LENGTH if self.workload == "real" else 1
-
-    @property
-    def layers(self) -> str | GpuSetting:
-        """Returns the workload as an argument of `run`. If one contender splits backwards into halves, all contenders
-        get layers that support this."""
-        if self.gpu is not None:
-            return self.gpu
-        is_divided = self.workload == "emulated" and any(
-            contender.schedule in SPLITTING for contender in self.contenders
-        )
-        return DIVISIBLE if is_divided else self.workload
 
 
 @dataclass(frozen=True)
@@ -113,10 +71,6 @@ class Outcome:
     def seconds_per_step(self) -> list[float]:
         return [each.seconds_per_step for each in self.rounds]
 
-    @property
-    def median_seconds(self) -> float:
-        return statistics.median(self.seconds_per_step)
-
 
 Turn = tuple[int, int]
 """Number of a round, and index of the contender that runs."""
@@ -131,17 +85,12 @@ class Stopped(Exception):
         self.outcomes = outcomes
 
 
-def _say_nothing(turn: Turn | None) -> None:
-    """Does nothing: the default for on_turn."""
-
-
 def compete(
-    world: World, on_turn: OnTurn = _say_nothing, after_failure: Callable[[], None] = lambda: None
+    world: World, on_turn: OnTurn = lambda turn: None, after_failure: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
     """Runs a world and returns the outcome of every contender, in the order of world.contenders.
 
-    on_turn: called before every turn, and with None after the last one. On CPUs the process of stage 0 calls it. On
-    GPUs this process calls it, because spawned processes could receive it only if it can be pickled.
+    on_turn: called in the process of stage 0 before every turn, and with None after the last one.
 
     after_failure: called when the processes of a world ended too early."""
     torch.set_num_threads(1)  # this process computes nothing, and fork is safe if there was never a second thread
@@ -153,35 +102,30 @@ def compete(
         log = Path(folder) / "log.jsonl"
         while todo:
             log.write_text("", encoding="utf-8")
-            failure = begun = None
+            failure = unfinished = None
             try:
-                if world.gpu is None:
-                    failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
-                else:
-                    with _following(log, on_turn):
-                        failure = _launch(partial(_take_turns_on_gpu, world=world, todo=todo, log=log), world)
+                failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
             except (KeyboardInterrupt, SystemExit) as stop:
                 interrupt = stop
             for line in log.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
                 number, index = entry["turn"]
-                begun = number, index
                 if "round" in entry:
                     rounds[index].append(_round_from(entry["round"]))
-                    begun = None
                 elif "refusal" in entry:
-                    failures[index], begun = entry["refusal"], None
-                if begun is None:
-                    todo.remove((number, index))
+                    failures[index] = entry["refusal"]
+                else:
+                    unfinished = index
+                    continue
+                todo.remove((number, index))
+                unfinished = None
             if failure is None:
                 break
             after_failure()
-            if begun is None:
+            if unfinished is None:
                 raise RunFailure(f"the stages failed between two contenders: {failure}")
-            failures[begun[1]] = failure
+            failures[unfinished] = failure
             todo = [turn for turn in todo if not failures[turn[1]]]
-    if world.gpu is not None:
-        on_turn(None)
     outcomes = [
         Outcome(contender, tuple(rounds[index]), failures[index] or ("" if rounds[index] else "it was never run"))
         for index, contender in enumerate(world.contenders)
@@ -200,37 +144,13 @@ def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
         launch(
             worker,
             world.num_stages,
-            timeout_seconds=TIMEOUT_SECONDS if world.gpu is None else GPU_TIMEOUT_SECONDS,
+            timeout_seconds=TIMEOUT_SECONDS,
             shared_memory=world.shared_memory,
             **options,
         )
     except StageFailure as failure:
         return textwrap.shorten(str(failure), MAX_REASON_LENGTH)
     return None
-
-
-@contextmanager
-def _following(log: Path, on_turn: OnTurn) -> Iterator[None]:
-    """Calls on_turn in this process when the log shows that a turn has started."""
-    ended = threading.Event()
-
-    def follow() -> None:
-        num_known = 0
-        while not ended.wait(LOOK_SECONDS):
-            lines = log.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
-            entries = [json.loads(line) for line in lines[num_known:]]
-            num_known = len(lines)
-            if turns := [entry["turn"] for entry in entries if len(entry) == 1]:
-                number, index = turns[-1]
-                on_turn((number, index))
-
-    thread = threading.Thread(target=follow, name="follows the turns", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _round_from(values: dict[str, Any]) -> Round:
@@ -255,25 +175,19 @@ def meet(transport: Transport) -> None:
     gather_objects(transport, b"", lambda: "the other stages to begin")
 
 
-def _take_turns_on_gpu(transport: Transport, world: World, todo: Sequence[Turn], log: Path) -> None:
-    assert isinstance(transport, ProcessTransport)
-    with transport.process_group():  # kept for the whole world, because creating an NCCL group takes seconds
-        _take_turns(transport, world, todo, log, _say_nothing)
-
-
 @contextmanager
 def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
     """Ends this process if a contender hangs, after it has notified the other stages."""
 
     def give_up() -> None:
         faulthandler.dump_traceback()
-        transport.fail(f"{name} did not end within {GPU_TIMEOUT_SECONDS:g} s on stage {transport.stage}")
+        transport.fail(f"{name} did not end within {TIMEOUT_SECONDS:g} s on stage {transport.stage}")
         os._exit(1)
 
-    timer = threading.Timer(GPU_TIMEOUT_SECONDS, give_up)
+    timer = threading.Timer(TIMEOUT_SECONDS, give_up)
     timer.daemon = True
     timer.start()
-    faulthandler.dump_traceback_later(GPU_TIMEOUT_SECONDS + LAST_RESORT_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT_SECONDS + LAST_RESORT_SECONDS, exit=True)
     try:
         yield
     finally:
@@ -281,22 +195,21 @@ def _turn_deadline(transport: Transport, name: str) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _message(world: World, transport: Transport) -> torch.Tensor:
-    """Returns a tensor with the shape of the messages between stages."""
-    if world.gpu is not None:
-        assert isinstance(transport, ProcessTransport)
-        return world.gpu.activations(transport.device)
-    return torch.zeros((1, 2) if world.workload == "emulated" else (1, SEQUENCE_LENGTH, MODEL_DIM))
-
-
 def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
     if world.gpu is None:
         settle_stage(transport.stage, transport.num_stages)
-    ours = [world.contenders[index] for _, index in todo if world.contenders[index].engine == "slipstream"]
-    pings = {}
-    for latency in sorted({contender.latency_seconds for contender in ours}):
-        with link_latency(transport, latency):
-            pings[latency] = message_seconds(transport, (_message(world, transport),))
+        _take_settled_turns(transport, world, todo, log, on_turn)
+    else:
+        assert isinstance(transport, ProcessTransport)
+        with transport.process_group():  # kept for the whole world, because creating an NCCL group takes seconds
+            _take_settled_turns(transport, world, todo, log, on_turn)
+
+
+def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
+    ping = 0.0
+    if any(world.contenders[index].engine == "slipstream" for _, index in todo):
+        delay_links(transport, world.latency_seconds)
+        ping = message_seconds(transport, (world.activations(transport.device),))
     is_first = transport.stage == 0
     refused: set[int] = set()
 
@@ -313,10 +226,9 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
             on_turn(turn)
         write(turn)
         meet(transport)
-        deadline = nullcontext() if world.gpu is None else _turn_deadline(transport, contender.name)
         try:
-            with deadline, link_latency(transport, contender.latency_seconds):
-                own = run(contender, world.layers, world.unbalanced, transport, world.num_steps)
+            with nullcontext() if world.gpu is None else _turn_deadline(transport, contender.name):
+                own = run(contender, world, transport, world.num_steps)
         except Refused as refusal:
             refused.add(turn[1])
             write(turn, refusal=str(refusal))
@@ -326,7 +238,7 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
         result = Round(
             seconds_per_step=max(stage.seconds_per_step for stage in stages),
             costs=tuple(stage.costs for stage in stages if stage.costs is not None),
-            message_seconds=pings.get(contender.latency_seconds, 0.0) if contender.engine == "slipstream" else 0.0,
+            message_seconds=ping if contender.engine == "slipstream" else 0.0,
             facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},
             memory_bytes=max((s.memory_bytes for s in stages if s.memory_bytes is not None), default=None),
         )

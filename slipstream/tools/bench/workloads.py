@@ -32,6 +32,8 @@ SLOW_FACTOR = 1.5
 """Work of the slow process relative to the others, if the workload is unbalanced."""
 SEQUENCE_LENGTH = 256
 """Tokens in a microbatch of the real workload, which is one sequence."""
+REAL_DIM = 256
+"""Width of the decoder of the real workload."""
 HEAD_DIM = 128
 """Dimension of a head of the decoder on GPUs."""
 NUM_GPU_MICROBATCHES = 8
@@ -47,16 +49,14 @@ class Workload:
     """Number of layers in every chunk, in the order in which a microbatch passes through the chunks."""
     data: Callable[[int, int], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | Sequence[Group]
+    """Function that makes the optimizer, or parameter groups, which only slipstream can train."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     prepare: Callable[[nn.Sequential], None] | None = None
     """Function that gives a chunk its weights. None means that the model already has them."""
-    activations: Callable[[], Tensor] | None = None
-    """Function that creates a tensor like those that pass between chunks. None means that it must be computed."""
     num_warm_up_steps: int = 0
-    """Number of steps at the start of a run that are not measured. `steady` drops further steps after them."""
-    groups: Sequence[Group] = ()
-    """Parameter groups that slipstream uses instead of the optimizer."""
+    """Number of steps at the start of a run that are not measured. `seconds_per_step` drops further steps after
+    them."""
     precision: Precision | None = None
     """Precision of slipstream's working copies and gradients. None means that of the layers."""
 
@@ -201,11 +201,11 @@ class SleepingLayer(nn.Module):
         return outputs
 
 
-def _sleeping_data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+def sleeping_data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
     return torch.ones(1, 2), torch.zeros(1, 2)
 
 
-def _no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs * 0).sum()
 
 
@@ -221,8 +221,8 @@ def emulated(placement: Placement, unbalanced: bool = False, divisible: bool = F
             *(SleepingLayer(share * FORWARD_SECONDS, share * BACKWARD_SECONDS, divisible) for share in shares)
         ),
         sizes=[1] * placement.num_chunks,
-        data=_sleeping_data,
-        loss=_no_loss,
+        data=sleeping_data,
+        loss=no_loss,
         optimizer=partial(torch.optim.SGD, lr=0.0),
     )
 
@@ -237,7 +237,7 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
     config = ModelConfig(
         vocab_size=256,
         sequence_length=SEQUENCE_LENGTH,
-        dim=256,
+        dim=REAL_DIM,
         num_layers=sum(blocks_of),
         num_heads=4,
         num_kv_heads=4,
@@ -259,13 +259,11 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
 
 def layers_per_chunk(placement: Placement, blocks_of: Sequence[int]) -> list[int]:
     """Returns the number of layers in every chunk. blocks_of: the number of blocks of every process."""
-    sizes = []
-    for chunk in range(placement.num_chunks):
-        process = placement.process(chunk)
-        chunks = placement.chunks(process)
-        blocks = blocks_of[process]
-        is_first = chunk == chunks[0]
-        sizes.append(blocks if len(chunks) == 1 else (blocks + 1) // 2 if is_first else blocks // 2)
+    if placement.shape == "single":
+        sizes = list(blocks_of)
+    else:  # the first chunk of a process has the larger half
+        sizes = [(blocks + 1) // 2 for blocks in blocks_of]
+        sizes += [blocks_of[placement.process(chunk)] // 2 for chunk in range(len(sizes), placement.num_chunks)]
     sizes[0] += 1  # the embedding
     sizes[-1] += 1  # the head
     return sizes
@@ -314,9 +312,6 @@ class GpuSetting:
         )
 
 
-AS_TRAINED = Config(optimizer=OptimizerSection(newton_schulz_dtype="bfloat16"))
-
-
 def on_gpu(
     setting: GpuSetting, placement: Placement, device: torch.device, tied: bool = False, as_trained: bool = False
 ) -> Workload:
@@ -343,25 +338,17 @@ def on_gpu(
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_GPU_MICROBATCHES, setting.batch, setting.sequence_length + 1)
     tokens = torch.randint(setting.vocabulary, shape, generator=generator).to(device)
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    groups = parameter_groups(Config(optimizer=OptimizerSection(newton_schulz_dtype="bfloat16")))
     pairs = [(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()) for sequences in tokens]
     return Workload(
         model,
         layers_per_chunk(placement, [setting.blocks] * placement.num_processes),
         lambda step, microbatch: pairs[microbatch % len(pairs)],
         next_token_loss,
-        partial(torch.optim.AdamW, lr=1e-4, fused=True),
+        groups if as_trained else optimizer,
         device,
         prepare=materialise,
-        activations=partial(setting.activations, device),
         num_warm_up_steps=NUM_GPU_WARM_UP_STEPS,
-        groups=parameter_groups(AS_TRAINED) if as_trained else (),
         precision=Precision.of(torch.float32, torch.bfloat16) if as_trained else None,
     )
-
-
-DIVISIBLE = "emulated, divisible"
-WORKLOADS: dict[str, Callable[[Placement, bool], Workload]] = {
-    "emulated": emulated,
-    DIVISIBLE: partial(emulated, divisible=True),
-    "real": real,
-}

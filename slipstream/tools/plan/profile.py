@@ -80,7 +80,7 @@ def measure_in_slices(config: Config, model: ModelSpec, share: int) -> Profile:
     """Measures on one of pipeline.stages slices of a GPU, each with `share` percent of its multiprocessors."""
     context, num_slices = multiprocessing.get_context("spawn"), config.pipeline.stages
     ready, over, answer = context.Barrier(num_slices), context.Event(), context.SimpleQueue()
-    with sliced(num_slices, share):
+    with sliced(share):
         measuring = context.Process(target=_measure_in_slice, args=(config, model, ready, answer), daemon=True)
         others = [
             context.Process(target=_compute_until, args=(config, model, ready, over), daemon=True)

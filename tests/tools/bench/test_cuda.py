@@ -15,12 +15,11 @@ from slipstream.cli.bench import main as bench
 from slipstream.errors import UsageError
 from slipstream.pipeline.clock import Activity, Span
 from slipstream.schedule import Action, Op
-from slipstream.tools.bench import matrix
-from slipstream.tools.bench import turns as world
-from slipstream.tools.bench.contenders import _ends_on_device
+from slipstream.tools.bench import matrix, turns
+from slipstream.tools.bench.contenders import World, _ends_on_device
 from slipstream.tools.bench.figure import draw
 from slipstream.tools.bench.matrix import AS_TRAINED, gpu_worlds
-from slipstream.tools.bench.results import Spread, document, markdown, notes_of, rows_of
+from slipstream.tools.bench.results import Spread, Table, document, markdown, notes_of, rows_of
 from slipstream.tools.bench.slices import Gpu
 from slipstream.tools.bench.turns import Outcome, Round
 from slipstream.tools.bench.workloads import GpuSetting, Placement, on_gpu
@@ -89,7 +88,7 @@ def test_a_process_makes_its_own_layers_and_they_train():
     first, last = workload.chunk(0), workload.chunk(1)
     inputs, targets = workload.data(0, 0)
     hidden = first(inputs)
-    assert hidden.shape == workload.activations().shape and hidden.dtype is torch.bfloat16
+    assert hidden.shape == SETTING.activations(torch.device("cpu")).shape and hidden.dtype is torch.bfloat16
     loss = workload.loss(last(hidden), targets) / targets.numel()
     loss.backward()
     assert loss.item() == pytest.approx(torch.tensor(32.0).log().item(), rel=0.2)
@@ -101,7 +100,7 @@ def test_as_trained_has_masters_in_float32_and_two_groups():
     workload = on_gpu(SETTING, Placement(2), torch.device("cpu"), tied=True, as_trained=True)
     assert workload.model.embedding.weight is workload.model.head.output.weight
     assert {p.dtype for p in workload.chunk(0).parameters()} == {torch.float32}
-    assert [(group.name, group.error_feedback) for group in workload.groups] == [("matrices", 1.0), ("rest", 1.0)]
+    assert [(group.name, group.error_feedback) for group in workload.optimizer] == [("matrices", 1.0), ("rest", 1.0)]
     assert workload.precision.compute is torch.bfloat16
 
 
@@ -125,7 +124,7 @@ def test_a_step_ends_with_its_last_backward():
 # ---- results
 
 
-def outcomes(of_world: world.World) -> list[Outcome]:
+def outcomes(of_world: World) -> list[Outcome]:
     made = []
     for contender in of_world.contenders:
         seconds = {"torch 1F1B": 0.2, "slipstream two_bw": 0.1}.get(contender.name, 0.4)
@@ -146,10 +145,12 @@ def outcomes(of_world: world.World) -> list[Outcome]:
 def test_the_table_compares_with_torch_and_says_what_the_link_and_the_clock_were(tmp_path):
     setting = GpuSetting(share=25, tied=True)
     worlds = gpu_worlds(setting, 4, [4, 8], 2)
-    rows = [rows_of(each, outcomes(each), [[3 * 2**30]] * 13) for each in worlds]
     readings = {"sm_clock_mhz": Spread(1100, 1095, 1105), "power_watts": Spread(450, 300, 600)}
-    notes = [notes_of(each, outcomes(each), readings) for each in worlds]
-    text = markdown(worlds, rows, notes)
+    tables = []
+    for each in worlds:
+        made = outcomes(each)
+        tables.append(Table(each, made, rows_of(each, made, [None] * 13), notes_of(each, made, readings)))
+    text = markdown(tables)
     assert "### cuda compute, P = 4, m = 4, 25 % of one GPU each" in text
     assert "| slipstream two_bw | 156,038 | 105.0 | 100.0 - 110.0 | 2.00 | 0.859 | 0.818 - 0.900 | 1.000 |" in text
     assert "| 3.0 |" in text and "overhead" not in text
@@ -157,10 +158,9 @@ def test_the_table_compares_with_torch_and_says_what_the_link_and_the_clock_were
     assert "- Link: a message of 16.8 MB takes 4.00 ms to the next process, 4.2 GB/s." in text
     assert "- Clock, MHz: 1,095 - 1,105, median 1,100." in text
     assert "share a weight in slipstream's one_f_one_b and two_bw" in text
-    assert draw(worlds, rows, tmp_path / "figure.png").stat().st_size > 0
+    assert draw(tables, tmp_path / "figure.png").stat().st_size > 0
     started = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
-    made = document(worlds, [outcomes(each) for each in worlds], rows, started, {"gpus": ["NVIDIA H200"]})
-    read = json.loads(json.dumps(made))
+    read = json.loads(json.dumps(document(tables, started, {"gpus": ["NVIDIA H200"]})))
     assert read["gpu"]["gpus"] == ["NVIDIA H200"] and read["worlds"][0]["gpu"]["share"] == 25
     assert read["worlds"][0]["contenders"][1]["rounds"][0]["memory_bytes"] == 3 * 2**30
 
@@ -181,7 +181,7 @@ def test_all_contenders_run_in_processes_that_are_spawned(monkeypatch, tmp_path,
         yield Gpu(None, [])
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(world, "launch", launch_on_cpus)
+    monkeypatch.setattr(turns, "launch", launch_on_cpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(matrix, "GPU_NUM_STEPS", 5)
     monkeypatch.setattr(matrix, "GPU_MIN_NUM_STEPS", 5)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.tools.bench.contenders import BARE_LOOP, Contender, StageCosts
-from slipstream.tools.bench.results import Row, Spread, document, doubts, markdown, prediction_errors, rows_of
-from slipstream.tools.bench.turns import Outcome, Round, World
+from slipstream.tools.bench.contenders import BARE_LOOP, Contender, StageCosts, World
+from slipstream.tools.bench.results import Row, Spread, Table, document, doubts, markdown, prediction_errors, rows_of
+from slipstream.tools.bench.turns import Outcome, Round
 
 BARE, OURS, THEIRS = (
     Contender(BARE_LOOP, 2),
@@ -30,8 +30,12 @@ def outcomes() -> list[Outcome]:
     return [Outcome(BARE, tuple(bare)), Outcome(OURS, tuple(ours)), Outcome(THEIRS, (), "torch says: no")]
 
 
+def table(workload: str) -> Table:
+    return Table(world(workload), outcomes(), rows_of(world(workload), outcomes(), [None] * 3))
+
+
 def test_a_row_has_the_median_round_and_the_spread():
-    row = rows_of(world("emulated"), outcomes(), [None] * 3)[1]
+    row = table("emulated").rows[1]
     assert (row.step_seconds.median, row.step_seconds.lowest, row.step_seconds.highest) == (0.064, 0.06, 0.08)
     assert row.utilisation.median == pytest.approx(0.06 / 0.064)
     assert row.per_second == pytest.approx(2 / 0.064)
@@ -42,31 +46,26 @@ def test_a_row_has_the_median_round_and_the_spread():
 
 
 def test_real_work_is_what_the_bare_loop_took_in_the_same_round():
-    row = rows_of(world("real"), outcomes(), [None, [10, 30], None])[1]
+    row = rows_of(world("real"), outcomes(), [None, 30, None])[1]
     assert row.utilisation.median == pytest.approx(0.03 / 0.064)
     assert row.per_second == pytest.approx(2 * 256 / 0.064)
     assert row.memory_bytes == 30
 
 
 def test_the_table_says_why_a_contender_has_no_figures():
-    worlds = [world("emulated")]
-    text = markdown(worlds, [rows_of(worlds[0], outcomes(), [None] * 3)])
+    text = markdown([table("emulated")])
     assert "### emulated compute, P = 2, m = 2, equal processes" in text
     assert "- theirs: torch says: no" in text
     assert "| ours | 31.2 | 64.0 | 60.0 - 80.0 | 0.938 | 0.750 - 1.000 | 1.000 | 50 | 30 | 60.2 | -5.9 % |" in text
 
 
 def test_the_prediction_error_is_the_median_over_the_matrix_whatever_the_sign():
-    worlds = [world("emulated"), world("emulated"), world("real")]
-    rows = [rows_of(each, outcomes(), [None] * 3) for each in worlds]
-    errors = prediction_errors(worlds, rows)
+    errors = prediction_errors([table("emulated"), table("emulated"), table("real")])
     assert errors == {"emulated": pytest.approx(1 - 0.0602 / 0.064), "real": pytest.approx(1 - 0.0602 / 0.064)}
 
 
 def test_the_document_keeps_every_round():
-    worlds = [world("emulated")]
-    rows = [rows_of(worlds[0], outcomes(), [None] * 3)]
-    made = document(worlds, [outcomes()], rows, datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC))
+    made = document([table("emulated")], datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC))
     read = json.loads(json.dumps(made))
     assert read["started"].startswith("2026-01-02")
     assert [each["seconds_per_step"] for each in read["worlds"][0]["contenders"][1]["rounds"]] == [0.08, 0.06, 0.064]

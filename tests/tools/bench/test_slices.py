@@ -85,7 +85,7 @@ def assert_nothing_is_left(tools: Path) -> None:
 
 
 def test_the_daemon_is_started_once_and_nothing_of_it_is_left(tools):
-    with sliced(4):
+    with sliced(25):
         assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
         assert Path(os.environ["CUDA_MPS_LOG_DIRECTORY"]).is_dir()
         assert os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
@@ -96,21 +96,21 @@ def test_the_daemon_is_started_once_and_nothing_of_it_is_left(tools):
 
 def test_a_daemon_that_does_not_quit_is_killed(tools, monkeypatch):
     monkeypatch.setenv("STUBBORN", "1")
-    with sliced(2):
+    with sliced(50):
         pids = [int(line) for line in (tools / "pids").read_text().split()]
         assert all(slices._is_service(pid) for pid in pids)
     assert_nothing_is_left(tools)
 
 
 def test_the_clock_is_reset_and_the_daemon_ended_after_an_exception(tools):
-    with pytest.raises(ZeroDivisionError), sliced(4, share=20, clock_mhz=1100):
+    with pytest.raises(ZeroDivisionError), sliced(20, clock_mhz=1100):
         raise ZeroDivisionError
     assert calls(tools) == ["start 20", "smi -i 0 -lgc 1100,1100", "smi -i 0 -rgc", "get_server_list", "quit -t 5"]
     assert_nothing_is_left(tools)
 
 
 def test_a_restart_keeps_the_folder_and_makes_a_new_daemon(tools):
-    with sliced(4) as gpu:
+    with sliced(25) as gpu:
         folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
         gpu.restart()
         assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == folder
@@ -123,7 +123,7 @@ def test_a_restart_keeps_the_folder_and_makes_a_new_daemon(tools):
 def test_what_the_user_set_is_kept_and_given_back(tools, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "12")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "theirs")
-    with sliced(4):
+    with sliced(25):
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "12"
         assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] != "theirs"
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "12"
@@ -133,7 +133,7 @@ def test_what_the_user_set_is_kept_and_given_back(tools, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing_behind(tools, number):
     script = (
-        "import time\nfrom slipstream.tools.bench.slices import sliced\nwith sliced(4, clock_mhz=900): time.sleep(60)"
+        "import time\nfrom slipstream.tools.bench.slices import sliced\nwith sliced(25, clock_mhz=900): time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -148,7 +148,7 @@ def test_a_signal_leaves_nothing_behind(tools, number):
 
 
 def test_clock_and_power_are_sampled_meanwhile(tools):
-    with sliced(4) as gpu:
+    with sliced(25) as gpu:
         deadline = time.monotonic() + 20
         while not (readings := gpu.take_readings()):
             assert time.monotonic() < deadline
@@ -158,19 +158,19 @@ def test_clock_and_power_are_sampled_meanwhile(tools):
 
 
 def test_without_slices_there_is_no_daemon_and_the_clock_of_all_gpus_is_locked(tools):
-    with sliced(4, clock_mhz=1100, mps=False):
+    with sliced(None, clock_mhz=1100):
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert calls(tools) == ["smi -lgc 1100,1100", "smi -rgc"]
 
 
 def test_a_daemon_that_does_not_start_is_one_sentence(tools, monkeypatch):
     monkeypatch.setenv("BROKEN", "1")
-    with pytest.raises(RunFailure, match=r"does not start \(no driver\): use --no-slices"), sliced(4):
+    with pytest.raises(RunFailure, match=r"does not start \(no driver\): use --no-slices"), sliced(25):
         pass
     assert not list((tools / "temporary").iterdir()) and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
 
 def test_without_the_service_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"nvidia-cuda-mps-control is not installed, .*: use --no-slices"), sliced(4):
+    with pytest.raises(UsageError, match=r"nvidia-cuda-mps-control is not installed, .*: use --no-slices"), sliced(25):
         pass
