@@ -15,7 +15,7 @@ from ...errors import ConfigError, UsageError
 from ...model.spec import ModelSpec
 from ...train.build import build_components
 from ..study.delayed import DelayedRun
-from .advice import Size
+from .advice import Size, is_delayed
 from .fit import Fit
 from .trials import trial_of
 from .trunks import Record
@@ -38,6 +38,11 @@ def read_laws(path: Path, config: Config) -> tuple[Fit, list[Record]]:
         raise UsageError(
             f"laws = {str(path)!r} is of optimizer.name = {optimizer!r}, not of {config.optimizer.name!r}: make one "
             "with --budget"
+        )
+    if is_delayed(config) and not any(record.is_late for record in records):
+        raise UsageError(
+            f"laws = {str(path)!r} is of synchronous runs, and pipeline.schedule = {config.pipeline.schedule!r} delays "
+            "gradients: make one with --budget"
         )
     return fit, records
 

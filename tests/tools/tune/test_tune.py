@@ -210,6 +210,11 @@ def test_a_damaged_record_is_named_and_laws_can_be_used_again(tmp_path, capsys, 
     assert "reach = 64 is less than" in capsys.readouterr().err
     assert tune(*laws, config=changed(SMALL, optimizer__name="adamw"), tokens=5e7) == 2
     assert "is of optimizer.name = 'muon', not of 'adamw'" in capsys.readouterr().err
+    tree["trunks"] = [trunk for trunk in tree["trunks"] if not trunk["is_late"]]
+    synchronous = tmp_path / "synchronous.json"
+    synchronous.write_text(json.dumps(tree))
+    assert tune("--laws", str(synchronous), config=SMALL, tokens=5e7) == 2
+    assert "is of synchronous runs, and pipeline.schedule = 'two_bw' delays gradients" in capsys.readouterr().err
     record = next((out / "trunks").glob("*.json"))
     record.write_text("{}")
     assert tune("--budget", "60%", "--output", str(out), config=SMALL, tokens=5e7) == 2
