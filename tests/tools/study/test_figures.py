@@ -34,7 +34,7 @@ def cell(mode: str, gap: float | None, seed: int = 0, optimizer: str = "muon", *
         "learning_rate": 0.01,
         "final_loss": None if gap is None else curve[-1].loss,
         "evaluations": curve,
-        "cosines": {"matrices": [(s, 0.9 - s / 1000) for s in range(1, steps, 2)], "rest": [(1, 0.4), (3, None)]},
+        "cosines": {"matrices": [(s, 0.9 - s / 1000) for s in range(1, steps, 2)], "rest": [(1, 0.4), (3, 0.5)]},
     }
     values |= changes
     rest = {"parameters": 1000, "seconds": 1.0, "tokens_per_second": 1.0, "optimizer_share": 0.1, "study": "main"}
@@ -153,7 +153,7 @@ def test_more_settings_than_styles_of_lines_get_a_panel_for_every_synchronous_ru
     table = rows([*MANY_SETTINGS, *late])
     names, owners, labels = figures._owners(table)
     assert names == [f"muon\nsteps {100 * k}" for k in range(1, 11)]
-    assert [names[owner] for owner in owners] == [f"muon\nsteps {row.steps}" for row in table]
+    assert [names[owner] for owner in owners] == [f"muon\nsteps {row.axes['train.steps']}" for row in table]
     assert set(labels) == {"", "sync_start_steps 50"}
     alone = [cell("ef", gap, steps=70, learning_rate=gap) for gap in (0.1, 0.2)]  # against one that is not there
     table = rows([*MANY_SETTINGS, *alone])
