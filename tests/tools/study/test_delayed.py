@@ -211,7 +211,7 @@ def test_the_update_takes_a_share_of_the_step() -> None:
     run = DelayedRun(Cell(BASE), build_components(BASE), CPU)
     for _ in run.train():
         pass
-    assert 0 < run.clock.optimizer_share() < 1
+    assert 0 < run.optimizer_share() < 1
 
 
 def test_cosines_are_of_consecutive_updates() -> None:
