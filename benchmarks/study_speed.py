@@ -64,7 +64,7 @@ def measure(
                 torch.cuda.synchronize()
                 started = time.perf_counter()
         torch.cuda.synchronize()
-        return (time.perf_counter() - started) / (STEPS - STEPS // 2) * 1e3, run.clock.optimizer_share()
+        return (time.perf_counter() - started) / (STEPS - STEPS // 2) * 1e3, run.optimizer_share()
     finally:
         optimizers.STACK_ELEMENTS = whole
 

@@ -29,7 +29,7 @@ from slipstream.tools.study.figures import (
     start,
 )
 from slipstream.tools.study.record import Record
-from slipstream.tools.study.results import Row, axes_of, rows, short_names, varying
+from slipstream.tools.study.results import Row, rows, short_names, varying
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,8 +66,7 @@ def courses(records: Iterable[Record]) -> list[Course]:
         words += [cell.mode, *([f"{start:,} synchronous steps"] if start else [])]
         words += [f"seed {cell.seed}"] if several_seeds else []
         losses, synchronous = (
-            {e.step: e.loss for e in run.evaluations if e.loss is not None and math.isfinite(e.loss)}
-            for run in (cell, baseline)
+            {e.step: e.loss for e in run.evaluations if e.loss is not None} for run in (cell, baseline)
         )
         gaps = {step: loss - synchronous[step] for step, loss in losses.items() if step in synchronous}
         found.append(Course(", ".join(words), cell, baseline, gaps))
@@ -81,7 +80,6 @@ def draw_course(records: Sequence[Record], path: Path) -> Path | None:
     if not found or not start():
         return None
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter
 
     figure, panel = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
     modes = {course.name: course.cell.mode for course in found}
@@ -96,8 +94,8 @@ def draw_course(records: Sequence[Record], path: Path) -> Path | None:
     panel.set_yscale("symlog", linthresh=SMALL_GAP, linscale=1.5)
     least = min((gap for course in found for gap in course.gaps.values()), default=0.0)
     panel.set_ylim(bottom=1.3 * min(least, -SMALL_GAP / 4))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.yaxis.set_major_formatter(FuncFormatter(plain))
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    panel.yaxis.set_major_formatter(plain)
     panel.set_xlabel("step (updates), logarithmic")
     panel.set_ylabel(f"{GAP},\nlogarithmic beyond {SMALL_GAP:g}")
     panel.grid(alpha=0.3)
@@ -112,12 +110,12 @@ def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
     """Draws the gap to sync over one axis with numeric values, such as optimizer.momentum. Every optimizer has a
     colour; every mode has a marker and a line style. Above the panel there is a cross for every row with a diverged
     cell."""
-    table = [row for row in rows(records) if not row.synchronous and _number(axes_of(row).get(axis)) is not None]
+    table = [row for row in rows(records) if not row.is_synchronous and _number(row.axes.get(axis)) is not None]
     table = [row for row in table if row.gap is not None or row.diverged]
     if not table or not start():
         return None
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     colours = colours_of((record.optimizer for record in records), OPTIMIZER_COLOURS)
     modes = [mode for mode in mode_colours(records) if any(row.mode == mode for row in table)]
@@ -146,7 +144,7 @@ def draw_axis(records: Sequence[Record], axis: str, path: Path) -> Path | None:
             panel.yaxis.set_minor_locator(NullLocator())
         else:
             panel.set_yscale("symlog", linthresh=decade(gaps), linscale=0.5)
-        panel.yaxis.set_major_formatter(FuncFormatter(plain))
+        panel.yaxis.set_major_formatter(plain)
     if panel.get_yscale() != "log":
         panel.axhline(0, color=BLACK, linewidth=0.8)
     xs = sorted({_x(row, axis) for row in table})
@@ -179,7 +177,7 @@ def _mark_diverged(panel: Axes, marks: Sequence[tuple[float, Row, str]]) -> None
     for x, row, colour in marks:
         stacked[x] = stacked.get(x, 0) + 1
         panel.annotate(
-            f"× {row.mode} diverged {row.diverged} of {row.seeds}",
+            f"× {row.mode} diverged {row.diverged} of {len(row.cells)}",
             (x, 1),
             xycoords=panel.get_xaxis_transform(),
             xytext=(-4, 12 * stacked[x] - 7),
@@ -195,7 +193,7 @@ def _number(value: Any) -> float | None:
 
 
 def _x(row: Row, axis: str) -> float:
-    x = _number(axes_of(row).get(axis))
+    x = _number(row.axes.get(axis))
     assert x is not None
     return x
 

@@ -18,7 +18,7 @@ from page import with_table
 
 from slipstream.tools.study.figures import draw_cosines, draw_gaps, draw_losses
 from slipstream.tools.study.record import Record, read_records
-from slipstream.tools.study.results import markdown_table, rows, sweep_table, token_overhead
+from slipstream.tools.study.results import markdown_table, overhead_by_curve, rows, sweep_table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "results"
@@ -140,7 +140,7 @@ def course_table(records: Sequence[Record], steps: Sequence[int]) -> str:
         "|---|" + "---:|" * (len(steps) + 1),
     ]
     for course in courses(records):
-        overhead, _ = token_overhead(course.cell, course.baseline, [course.cell])
+        overhead = overhead_by_curve(course.cell, course.baseline)
         gaps = " | ".join(f"{course.gaps[step]:+.4f}" for step in steps)
         lines.append(f"| {course.name} | {gaps} | {overhead:.3f} |")
     return "\n".join(lines)

@@ -47,51 +47,48 @@ class Cell:
 
     def validate(self) -> None:
         """Checks the settings that only a study has. `build_components` checks the configuration."""
+        pipeline, train, optimizer = self.config.pipeline, self.config.train, self.config.optimizer
         choice = find_predictor(self.predictor) if self.predictor else None
         for name, known in (("compute_dtype", COMPUTE_DTYPES), ("compile_mode", COMPILE_MODES)):
             if getattr(self, name) not in (None, *known):
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
-        stages = self.config.pipeline.stages
-        if self.delays and len(self.delays) != stages:
+        if self.delays:
+            delays, stages = f"delays = {list(self.delays)}", pipeline.stages
+            if len(self.delays) != stages:
+                raise ConfigError(f"{delays} has not one entry for each of pipeline.stages = {stages}: give {stages}")
+            if not all(0 <= delay <= train.steps for delay in self.delays):
+                raise ConfigError(f"{delays} is invalid: use 0 to train.steps = {train.steps} for every stage")
+            if TRAITS[pipeline.schedule].drifts:
+                raise ConfigError(
+                    f"{delays} are those of weight versions, and paci keeps none: leave them out, or use another "
+                    "schedule"
+                )
+        if pipeline.replicas > 1:
             raise ConfigError(
-                f"delays = {list(self.delays)} has not one entry for each of pipeline.stages = {stages}: give {stages}"
-            )
-        steps = self.config.train.steps
-        if any(not 0 <= delay <= steps for delay in self.delays):
-            raise ConfigError(
-                f"delays = {list(self.delays)} is invalid: use 0 to train.steps = {steps} for every stage"
-            )
-        if (replicas := self.config.pipeline.replicas) > 1:
-            raise ConfigError(
-                f"pipeline.replicas = {replicas} shares the batch among pipelines, and a study has none: multiply "
-                "pipeline.microbatches instead, which comes to the same"
+                f"pipeline.replicas = {pipeline.replicas} shares the batch among pipelines, and a study has none: "
+                "multiply pipeline.microbatches instead, which comes to the same"
             )
         for name in ("compute_dtype", "gradient_dtype", "reduction_dtype"):
-            if (value := getattr(self.config.train, name)) is not None:
+            if (value := getattr(train, name)) is not None:
                 raise ConfigError(
                     f"train.{name} = {value!r} is a pipeline's: leave it out, and write compute_dtype at the top of "
                     "the study"
                 )
-        if self.config.optimizer.sharded:
+        if optimizer.sharded:
             raise ConfigError("optimizer.sharded is for replicas, and a study has none: leave it out")
         if not math.isfinite(self.predictor_weight):
             raise ConfigError(f"predictor_weight = {self.predictor_weight} is not finite: write a number that is")
-        if self.delays and TRAITS[self.config.pipeline.schedule].drifts:
-            raise ConfigError(
-                f"delays = {list(self.delays)} are those of weight versions, and paci keeps none: leave them out, or "
-                "use another schedule"
-            )
-        if choice is not None and choice.reads_optimizer and self.config.optimizer.name not in ("muon", "adamw"):
+        if choice is not None and choice.reads_optimizer and optimizer.name not in ("muon", "adamw"):
             raise ConfigError(
                 f"predictor = {self.predictor!r} looks into muon and adamw, not into optimizer.name = "
-                f"{self.config.optimizer.name!r}: use another predictor"
+                f"{optimizer.name!r}: use another predictor"
             )
-        if self.config.train.compile:
+        if train.compile:
             raise ConfigError(
                 "train.compile = true is for the stages of a pipeline, and a study has none: set compile_mode = "
                 "'default' instead"
             )
-        if self.config.train.non_finite == "skip":
+        if train.non_finite == "skip":
             raise ConfigError(
                 "train.non_finite = 'skip' asks the device after every step, which a study never does: leave it out"
             )
@@ -99,19 +96,17 @@ class Cell:
     @property
     def stage_delays(self) -> tuple[int, ...]:
         schedule = schedule_of(self.config)
-        return self.delays or tuple(schedule.delay(stage) for stage in range(schedule.num_stages))
+        return self.delays or tuple(map(schedule.delay, range(schedule.num_stages)))
 
     @property
     def drift_warmups(self) -> tuple[int, ...] | None:
         """Returns for PACI the number of forwards ahead of the first backward, per stage. None for other schedules."""
         schedule = schedule_of(self.config)
-        if not schedule.traits.drifts:
-            return None
-        return tuple(schedule.num_stages - 1 - stage for stage in range(schedule.num_stages))
+        return tuple(map(schedule.warmup, range(schedule.num_stages))) if schedule.traits.drifts else None
 
     @property
     def is_synchronous(self) -> bool:
-        return not any(self.stage_delays) and not any(self.drift_warmups or ())
+        return not any((*self.stage_delays, *(self.drift_warmups or ())))
 
     def synchronous(self) -> Cell:
         """Returns the synchronous cell with which this one is compared."""

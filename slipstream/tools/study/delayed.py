@@ -12,11 +12,9 @@ device during a step. For small batches, a CUDA graph avoids that the device wai
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,7 @@ from ...model.spec import ModelSpec
 from ...optim.correction import predict, update_products
 from ...optim.groups import Group, assign
 from ...optim.optimizer import share_kernels
+from ...pipeline.clock import Activity, Clock
 from ...pipeline.recompute import Recomputing
 from ...train.build import Components
 from .cell import Cell
@@ -46,8 +45,8 @@ class Slab:
 
     names: list[str]
     delay: int
-    warmup: int | None
-    """Number of forwards that run ahead of a backward, for PACI. None for other schedules."""
+    ahead: int
+    """A forward reads the version that was the newest this number of microbatches ago."""
     parameters: list[nn.Parameter]
     """Parameters of the optimizer. They are views of `master`; a view may be a stack of matrices of the same shape. If
     the optimizer works element by element, `master` itself is the only parameter."""
@@ -73,19 +72,6 @@ class Slab:
         for parameter, view in zip(self.working, _views(weights, shapes), strict=True):
             parameter.data.copy_(view)
 
-    def version(self, lag: int) -> Tensor:
-        return self.versions[-1 - lag]
-
-    def lag(self, step: int, microbatch: int, num_microbatches: int, sync_start_steps: int) -> int:
-        """Returns how many versions before the newest a forward reads."""
-        if step < sync_start_steps:
-            return 0
-        if self.warmup is None:
-            version = step - self.delay
-        else:
-            version = (step * num_microbatches + microbatch - self.warmup) // num_microbatches
-        return step - max(sync_start_steps, version)
-
     def add_version(self, weights: Tensor) -> None:
         full = len(self.versions) == self.versions.maxlen
         target = self.versions.popleft() if full else torch.empty_like(self.versions[0])
@@ -103,16 +89,6 @@ class GroupState:
     previous: list[Tensor] | None = None
     """Last update, if the next step computes the cosine of both. None otherwise."""
     products: list[tuple[int, Tensor]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of everything that decides how a run continues."""
-
-    slabs: list[tuple[Tensor, list[Tensor]]]
-    """Masters and weight versions of every slab."""
-    optimizers: list[dict[str, Any]]
-    predictors: list[Predictor]
 
 
 class DelayedRun:
@@ -133,26 +109,29 @@ class DelayedRun:
             recomputed_layers(config, components.model),
         )
         self._loss = network.loss
+        self._drifts = cell.drift_warmups is not None
         # A graph cannot load other weights between forward and backward, as PACI does. It also cannot wait for a value
         # from the device, which experts may need for their loads.
-        can_be_graph = cell.drift_warmups is None and components.model.num_experts == 0
+        can_be_graph = not self._drifts and components.model.num_experts == 0
         self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and can_be_graph
         masters = _masters(components.model, dtype, device, config.train.seed)
-        stage_of = _stages(components)
-        delays, warmups = cell.stage_delays, cell.drift_warmups
-        self.groups: list[GroupState] = []
         network.fill({name: weight for name, weight in masters.items() if not weight.requires_grad})
         trained = [(name, weight) for name, weight in masters.items() if weight.requires_grad]
+        stages = [stage for stage, size in enumerate(components.layers_per_stage) for _ in range(size)]
+        stage_of_layer = dict(zip(components.model.layer_names, stages, strict=True))
+        delays = cell.stage_delays
+        ahead = cell.drift_warmups or [delay * self.num_microbatches for delay in delays]
+        self.groups: list[GroupState] = []
         for group, members in assign(trained, components.groups):
             if not members:
                 continue
-            by_delay: dict[tuple[int, int | None], list[str]] = {}
+            alike: dict[tuple[int, int], list[str]] = {}
             for name, _ in members:
-                stage = stage_of(name)
-                by_delay.setdefault((delays[stage], warmups[stage] if warmups else None), []).append(name)
+                stage = stage_of_layer[name.split(".")[0]]
+                alike.setdefault((delays[stage], ahead[stage]), []).append(name)
             slabs = [
-                _slab({name: masters[name] for name in names}, network, group, delay, warmup, self.num_microbatches)
-                for (delay, warmup), names in by_delay.items()
+                _slab({name: masters[name] for name in names}, network, group, *lag, self.num_microbatches)
+                for lag, names in alike.items()
             ]
             parameters = [slab.parameters for slab in slabs]
             optimizer = group.optimizer([p for piece in parameters for p in piece])
@@ -165,8 +144,7 @@ class DelayedRun:
             self.groups.append(GroupState(group, slabs, optimizer, rates, predictor))
         self.losses = torch.zeros(self.steps, dtype=torch.float64, device=device)
         """Training loss by step, on the device."""
-        self.clock = StepClock(device)
-        self._learning_rate = components.learning_rate
+        self._clock = Clock(device, 0, 1)
 
     @property
     def _slabs(self) -> Iterator[Slab]:
@@ -180,22 +158,23 @@ class DelayedRun:
             found |= dict(zip(slab.names, views, strict=True))
         return found
 
-    def snapshot(self) -> Snapshot:
-        """Copies the state after the last update. The run may then continue in more than one way."""
-        return Snapshot(
-            [(slab.master.clone(), [version.clone() for version in slab.versions]) for slab in self._slabs],
-            [copy.deepcopy(state.optimizer.state_dict()) for state in self.groups],
-            [copy.deepcopy(state.predictor) for state in self.groups],
+    def snapshot(self) -> list[Any]:
+        """Copies everything that decides how the run continues, so that it may continue in more than one way."""
+        return copy.deepcopy(
+            [
+                ([(slab.master, slab.versions) for slab in state.slabs], state.optimizer.state_dict(), state.predictor)
+                for state in self.groups
+            ]
         )
 
     @torch.no_grad()
-    def restore(self, snapshot: Snapshot) -> None:
-        for slab, (master, versions) in zip(self._slabs, snapshot.slabs, strict=True):
-            slab.master.copy_(master)
-            slab.versions = deque((version.clone() for version in versions), maxlen=slab.versions.maxlen)
-        for state, values, predictor in zip(self.groups, snapshot.optimizers, snapshot.predictors, strict=True):
-            state.optimizer.load_state_dict(copy.deepcopy(values))
-            state.predictor, state.previous = copy.deepcopy(predictor), None
+    def restore(self, snapshot: list[Any]) -> None:
+        for state, (slabs, values, predictor) in zip(self.groups, copy.deepcopy(snapshot), strict=True):
+            for slab, (master, versions) in zip(state.slabs, slabs, strict=True):
+                slab.master.copy_(master)
+                slab.versions = versions
+            state.optimizer.load_state_dict(values)
+            state.predictor, state.previous = predictor, None
 
     def train(
         self,
@@ -210,22 +189,45 @@ class DelayedRun:
         that were made before. last: number of updates after which to stop. None means all. learning_rate: schedule to
         follow instead of that of the cell."""
         gradients = self._as_graph(self._gradients, self._components.batches(0, 0))
-        self._learning_rate = learning_rate or self._components.learning_rate
+        learning_rate = learning_rate or self._components.learning_rate
         steps = range(first, self.steps if last is None else last)
         self.losses[steps.start : steps.stop] = 0
-        with _prefetched(self._batches(steps), self._device) as batches:
-            for step in steps:
-                start = self.clock.mark()
-                self._accumulate(step, batches, gradients)
-                middle = self.clock.mark()
-                self._update(step, track_every)
-                self.clock.add(start, middle, self.clock.mark())
-                yield step + 1
+        batches = self._batches(steps)
+        for step in steps:
+            if step == self.steps // 2:
+                self._clock.split_since_last()  # optimizer_share forgets the first half
+            self._clock.enter(Activity.BACKWARD)
+            self._accumulate(step, batches, gradients)
+            self._clock.enter(Activity.UPDATE)
+            self._update(step, learning_rate(step), track_every)
+            self._clock.enter(Activity.OTHER)
+            yield step + 1
+
+    def optimizer_share(self) -> float:
+        """Returns the share of a step's time that the update takes, over about the second half of the run: after
+        compilation and allocation."""
+        self._clock.finish()
+        split = self._clock.split_since_last()
+        return split.update / (split.backward + split.update)
 
     def _batches(self, steps: range) -> Iterator[Batch]:
-        for step in steps:
-            for microbatch in range(self.num_microbatches):
-                yield self._components.batches(step, microbatch)
+        """Yields the batches of the steps, on the device. A thread reads one batch ahead, and the copy to the device
+        does not block."""
+        batches = (self._components.batches(step, index) for step in steps for index in range(self.num_microbatches))
+
+        def read() -> Batch | None:
+            batch = next(batches, None)
+            if batch is None or self._device.type != "cuda":
+                return batch
+            inputs, targets = batch
+            return inputs.pin_memory(), targets.pin_memory()
+
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(read)
+            while (batch := reading.result()) is not None:
+                reading = reader.submit(read)
+                inputs, targets = batch
+                yield inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
     def _as_graph(self, function: Callable[[Batch], Result], example: Batch) -> Callable[[Batch], Result]:
         """Returns the function, or a CUDA graph of it if the cell uses graphs."""
@@ -238,9 +240,11 @@ class DelayedRun:
         """Computes the gradient of a batch into the gradient of every slab."""
         sync_start = self._cell.config.pipeline.sync_start_steps
         for microbatch in range(self.num_microbatches):
-            for slab in self._slabs:
-                if microbatch == 0 or slab.warmup is not None:
-                    slab.load(slab.version(slab.lag(step, microbatch, self.num_microbatches, sync_start)))
+            if microbatch == 0 or self._drifts:
+                for slab in self._slabs:
+                    version = (step * self.num_microbatches + microbatch - slab.ahead) // self.num_microbatches
+                    lag = max(0, step - max(sync_start, version))
+                    slab.load(slab.versions[-1 - lag])
             loss, *found = gradients(next(batches))
             self.losses[step] += loss
             for slab, gradient in zip(self._slabs, found, strict=True):
@@ -252,19 +256,19 @@ class DelayedRun:
     def _gradients(self, batch: Batch) -> list[Tensor]:
         """Returns the contribution of a microbatch to the loss and to the gradient of every slab."""
         loss = self._loss(*batch) * (1 / self._components.batches.num_tokens(0))
-        for slab in self._slabs:
-            if slab.warmup is not None:
-                slab.load(slab.version(0))
+        if self._drifts:
+            for slab in self._slabs:
+                slab.load(slab.versions[-1])
         gradients = iter(torch.autograd.grad(loss, [p for slab in self._slabs for p in slab.working]))
         return [loss.detach(), *(torch.cat([next(gradients).flatten() for _ in slab.working]) for slab in self._slabs)]
 
     @torch.no_grad()
-    def _update(self, step: int, track_every: int) -> None:
+    def _update(self, step: int, rate_factor: float, track_every: int) -> None:
         synchronous = step < self._cell.config.pipeline.sync_start_steps
         for state in self.groups:
             group, optimizer, slabs = state.group, state.optimizer, state.slabs
             for param_group, base in zip(optimizer.param_groups, state.base_rates, strict=True):
-                param_group["lr"] = base * self._learning_rate(step)
+                param_group["lr"] = base * rate_factor
             _clip([slab.gradient for slab in slabs], group.clip_norm)
             decay = 1 - optimizer.param_groups[0]["lr"] * group.weight_decay
             for slab in slabs:
@@ -338,41 +342,6 @@ class DelayedRun:
         return [(inputs.to(self._device), targets.to(self._device)) for inputs, targets in found]
 
 
-class StepClock:
-    """Measures the share of a step's time that the update takes. On a GPU it records CUDA events and reads them at the
-    end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._marks: list[list[float | torch.cuda.Event]] = []
-
-    def mark(self) -> float | torch.cuda.Event:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, *marks: float | torch.cuda.Event) -> None:
-        """Adds the marks of a step: start of the step, start of its update, end."""
-        self._marks.append(list(marks))
-
-    def optimizer_share(self) -> float:
-        """Returns the share over the second half of the run, after compilation and allocation."""
-        late = self._marks[len(self._marks) // 2 :]
-        update = sum(_between(middle, end) for _, middle, end in late)
-        return update / sum(_between(start, end) for start, _, end in late)
-
-
-def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, float):
-        assert isinstance(end, float)
-        return end - start
-    assert not isinstance(end, float)
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 @torch.no_grad()
 def _clip(gradients: list[Tensor], clip_norm: float | None) -> None:
     if clip_norm is None:
@@ -430,9 +399,7 @@ def _network(
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return loss_of(model(inputs), targets)
 
-    if not is_compiled:
-        return Network(model, loss)
-    return Network(model, torch.compile(loss))
+    return Network(model, torch.compile(loss) if is_compiled else loss)
 
 
 def _masters(config: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, nn.Parameter]:
@@ -443,20 +410,13 @@ def _masters(config: ModelSpec, dtype: torch.dtype, device: torch.device, seed: 
     return dict(model.named_parameters())
 
 
-def _stages(components: Components) -> Callable[[str], int]:
-    """Returns a function from the name of a parameter to its stage."""
-    stages = [stage for stage, size in enumerate(components.layers_per_stage) for _ in range(size)]
-    stage_of_layer = dict(zip(components.model.layer_names, stages, strict=True))
-    return lambda name: stage_of_layer[name.split(".")[0]]
-
-
 @torch.no_grad()
 def _slab(
     masters: dict[str, nn.Parameter],
     network: Network,
     group: Group,
     delay: int,
-    warmup: int | None,
+    ahead: int,
     num_microbatches: int,
 ) -> Slab:
     """Creates a slab from masters and copies them end to end."""
@@ -474,11 +434,11 @@ def _slab(
     for parameter, view in zip(parameters, _views(gradient, seen), strict=True):
         parameter.grad = view
     working, room = network.lay_out(list(masters))
-    max_lag = delay if warmup is None else -(-warmup // num_microbatches)
+    max_lag = -(-ahead // num_microbatches)
     return Slab(
         names=list(masters),
         delay=delay,
-        warmup=warmup,
+        ahead=ahead,
         parameters=parameters,
         working=working,
         room=room,
@@ -499,26 +459,3 @@ def _stacked(shapes: Sequence[torch.Size]) -> list[torch.Size]:
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     pieces = flat.split([shape.numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-@contextlib.contextmanager
-def _prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Iterator[Batch]]:
-    """Reads one batch ahead in a thread. The copy to the device does not block."""
-    is_cuda = device.type == "cuda"
-
-    def read() -> Batch | None:
-        batch = next(batches, None)
-        if batch is None or not is_cuda:
-            return batch
-        inputs, targets = batch
-        return inputs.pin_memory(), targets.pin_memory()
-
-    def ahead(reader: ThreadPoolExecutor) -> Iterator[Batch]:
-        reading = reader.submit(read)
-        while (batch := reading.result()) is not None:
-            reading = reader.submit(read)
-            inputs, targets = batch
-            yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-
-    with ThreadPoolExecutor(1) as reader:
-        yield ahead(reader)

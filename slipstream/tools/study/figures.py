@@ -17,19 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .record import Record
-from .results import (
-    MODES,
-    RATE,
-    Estimate,
-    Row,
-    cells_by_row,
-    curve,
-    final_loss,
-    rows,
-    short_names,
-    value_text,
-    varying,
-)
+from .results import MODES, RATE, Estimate, Row, curve, rows, short_names, value_text, varying
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +105,7 @@ def mode_colours(records: Iterable[Record]) -> dict[str, str]:
 def labels_of(table: Sequence[Row], axes: Sequence[str]) -> list[str]:
     """Returns for every row a text that distinguishes it from other rows of its optimizer and mode."""
     names = short_names(axes) | {RATE: "lr"}
-    texts = [[(names[axis], value_text(row, axis)) for axis in axes] for row in table]
+    texts = [[(names[axis], value_text(row.axes.get(axis))) for axis in axes] for row in table]
     return [", ".join(f"{name} {value}" for name, value in text if value) for text in texts]
 
 
@@ -131,11 +119,6 @@ def _style_handles(styles: Mapping[str, Style]) -> list[Line2D]:
 
     shown = styles.items() if len(styles) > 1 else ()
     return [Line2D([], [], color=GREY, linestyle=style, label=label) for label, style in shown if label]
-
-
-def _tables(records: Sequence[Record]) -> list[tuple[Row, list[Record]]]:
-    """Returns all rows with their cells."""
-    return list(zip(rows(records), cells_by_row(records), strict=True))
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
@@ -160,31 +143,30 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     and a band shows the lowest and highest. A run that diverged is a thin line that ends in a cross. If an optimizer
     has more settings than there are line styles, every synchronous run gets its own panel with the runs that are
     compared with it."""
-    table = [(row, cells) for row, cells in _tables(records) if any(map(curve, cells))]
+    table = [row for row in rows(records) if any(map(curve, row.cells))]
     if not table or not start():
         return None
     from matplotlib.lines import Line2D
 
-    names, owners, labels = _owners([row for row, _ in table])
+    names, owners, labels = _owners(table)
     styles = _styles(labels)
     colours = mode_colours(records)
     num_title_lines = max(name.count("\n") for name in names)
     figure, panels = _panels(names, 4, (2.7, 2.5 + 0.2 * num_title_lines))
-    scale, unit = _token_unit(max(record.tokens for _, cells in table for record in cells))
-    low, high = _loss_range([cell for _, cells in table for cell in cells])
-    any_diverged, above = False, [0] * len(panels)
-    for (row, cells), index, label in zip(table, owners, labels, strict=True):
+    cells = [cell for row in table for cell in row.cells]
+    scale, unit = _token_unit(max(cell.tokens for cell in cells))
+    low, high = _loss_range(cells)
+    above = [0] * len(panels)
+    for row, index, label in zip(table, owners, labels, strict=True):
         colour, panel = colours[row.mode], panels[index]
-        finished = [curve(cell) for cell in cells if final_loss(cell) is not None]
-        tokens, mean, least, greatest = _over_seeds(finished)
+        tokens, mean, least, greatest = _over_seeds([curve(cell) for cell in row.cells if cell.final_loss is not None])
         panel.plot(tokens / scale, mean, color=colour, linestyle=styles[label], linewidth=1.5)
         panel.fill_between(tokens / scale, least, greatest, color=colour, alpha=0.2, linewidth=0)
         if len(mean) and mean[-1] > high:
             _name_end(panel, f"↑ ends at {mean[-1]:.2f}", colour, above[index])
             above[index] += 1
-        for points in (curve(cell) for cell in cells if final_loss(cell) is None):
-            any_diverged = True
-            if points:
+        for cell in row.cells:
+            if cell.final_loss is None and (points := curve(cell)):
                 panel.plot([t / scale for t, _ in points], [y for _, y in points], color=colour, linewidth=0.7)
                 end, loss = points[-1]
                 panel.plot(end / scale, min(max(loss, low), high), "x", color=colour, markersize=7, clip_on=False)
@@ -192,10 +174,10 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     panels[0].set_xlim(left=0)
     figure.supxlabel(f"tokens{unit}", fontsize=10)
     figure.supylabel("held-out loss (nats per token)", fontsize=10)
-    modes = [mode for mode in colours if any(row.mode == mode for row, _ in table)]
+    modes = [mode for mode in colours if any(row.mode == mode for row in table)]
     handles = [Line2D([], [], color=colours[mode], label=mode) for mode in modes]
     handles += _style_handles(styles)
-    if any_diverged:
+    if any(row.diverged for row in table):
         handles.append(Line2D([], [], color=GREY, linewidth=0.7, marker="x", label="diverged"))
     _legend(figure, handles)
     return save(figure, path)
@@ -208,24 +190,25 @@ def _owners(table: Sequence[Row]) -> tuple[list[str], list[int], list[str]]:
     labels = labels_of(table, varying(table))
     if len(_styles(labels)) <= len(STYLES):
         return list(optimizers.values()), [list(optimizers).index(row.optimizer) for row in table], labels
-    syncs = _synchronous_rows(table)
     first_of: dict[tuple[str, ...], Row] = {}  # used if the synchronous row is missing
-    heads = [sync or first_of.setdefault(row.baselines, row) for row, sync in zip(table, syncs, strict=True)]
-    panels = {head.ids: head for head in heads}
-    shared = varying([head for head in panels.values() if head.synchronous] or list(panels.values()))
-    titles = [textwrap.fill(label, TITLE_LETTERS) for label in labels_of(list(panels.values()), shared)]
-    names = joined("\n", [optimizers[head.optimizer] for head in panels.values()], titles)
+    heads = [
+        sync or first_of.setdefault(tuple(cell.baseline for cell in row.cells), row)
+        for row, sync in zip(table, _synchronous_rows(table), strict=True)
+    ]
+    panels = list(dict.fromkeys(heads))
+    shared = varying([head for head in panels if head.is_synchronous] or panels)
+    titles = [textwrap.fill(label, TITLE_LETTERS) for label in labels_of(panels, shared)]
     return (
-        names,
-        [list(panels).index(head.ids) for head in heads],
+        joined("\n", [optimizers[head.optimizer] for head in panels], titles),
+        [panels.index(head) for head in heads],
         labels_of(table, [axis for axis in varying(table) if axis not in shared]),
     )
 
 
 def _synchronous_rows(table: Sequence[Row]) -> list[Row | None]:
     """Returns for every row its synchronous row, or None if that is not in the table."""
-    sync_of = {cell: row for row in table if row.synchronous for cell in row.ids}
-    return [next((sync_of[baseline] for baseline in row.baselines if baseline in sync_of), None) for row in table]
+    sync_of = {cell.id: row for row in table if row.is_synchronous for cell in row.cells}
+    return [next((sync_of[c.baseline] for c in row.cells if c.baseline in sync_of), None) for row in table]
 
 
 def _name_end(panel: Axes, text: str, colour: str, line: int) -> None:
@@ -255,19 +238,16 @@ def _loss_range(records: Sequence[Record]) -> tuple[float, float]:
     """Returns the range of the loss axis. It begins below the best loss. It ends at the median loss after a fifth of
     the tokens, because the first evaluations would flatten all curves. The range also includes runs that end at most
     twice as high above the best loss as that, but not higher ones, which would compress the others."""
-    finished = [record for record in records if final_loss(record) is not None and curve(record)]
+    finished = [(r.tokens, curve(r)) for r in records if r.final_loss is not None and curve(r)]
     if not finished:
         losses = [loss for record in records for _, loss in curve(record)]
         return min(losses) - 0.1, max(losses) + 0.1
-    least = min(loss for record in finished for _, loss in curve(record))
-    usual = float(np.median([_at(curve(record), record.tokens / 5) for record in finished])) - least
-    ends = [curve(record)[-1][1] - least for record in finished]
+    least = min(loss for _, points in finished for _, loss in points)
+    early = [np.interp(tokens / 5, *np.transpose(points)) for tokens, points in finished]
+    usual = float(np.median(early)) - least
+    ends = [points[-1][1] - least for _, points in finished]
     height = max(usual, 1.25 * max(end for end in ends if end <= max(2 * usual, min(ends)))) or 0.2
     return least - 0.05 * height, least + 1.05 * height
-
-
-def _at(points: Sequence[tuple[int, float]], x: float) -> float:
-    return float(np.interp(x, [t for t, _ in points], [y for _, y in points]))
 
 
 def _token_unit(most: int) -> tuple[float, str]:
@@ -284,41 +264,38 @@ def draw_gaps(records: Sequence[Record], path: Path) -> Path | None:
     """Draws the gap to sync of every mode as bars, in one group per synchronous row. The group with the smallest gap of
     async comes first."""
     table = rows(records)
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    sync_rows: dict[tuple[str, ...], Row] = {}
+    groups: dict[Row, list[Row]] = {}
     for row, sync in zip(table, _synchronous_rows(table), strict=True):
-        if sync is not None and not row.synchronous:
-            groups.setdefault(sync.ids, []).append(row)
-            sync_rows[sync.ids] = sync
+        if sync is not None and not row.is_synchronous:
+            groups.setdefault(sync, []).append(row)
     bars = [row for group in groups.values() for row in group]
     if not bars or not start():
         return None
     from matplotlib import pyplot
     from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter
 
     # The axes in which sync rows differ name the group of bars. The other axes that vary name the bar.
-    syncs = list(sync_rows.values())
+    syncs = list(groups)
     shared = varying(syncs)
     optimizers = short_names(row.optimizer for row in syncs)
     names = joined("\n", [optimizers[row.optimizer] for row in syncs], labels_of(syncs, shared))
     beyond = labels_of(bars, [axis for axis in varying(bars) if axis not in shared])
     bar_names = joined(", ", [row.mode for row in bars], beyond)
-    kinds = {(row.mode, row.ids): name for row, name in zip(bars, bar_names, strict=True)}
-    colours = shades_of({name: mode for (mode, _), name in kinds.items()}, mode_colours(records))
+    kinds = dict(zip(bars, bar_names, strict=True))
+    colours = shades_of({name: row.mode for row, name in kinds.items()}, mode_colours(records))
     num_lines = len(bars) + 0.7 * len(groups)
     figure, panel = pyplot.subplots(figsize=(8, max(2.0, 1.0 + 0.23 * num_lines)), layout="constrained")
     kept = [row.gap for row in bars if row.gap is not None]
     is_wide = span(kept) >= WIDE_SPAN
     if is_wide:
         panel.set_xscale("symlog", linthresh=decade(kept), linscale=0.5)
-        panel.xaxis.set_major_formatter(FuncFormatter(plain))
+        panel.xaxis.set_major_formatter(plain)
     y, ticks = 0.0, []
     order = sorted(zip(groups.values(), names, strict=True), key=lambda group: _plain_gap(group[0]))
     for group, _ in order:
         ticks.append(y + (len(group) - 1) / 2)
-        for row in sorted(group, key=lambda row: list(colours).index(kinds[row.mode, row.ids])):
-            _bar(panel, row, y, colours[kinds[row.mode, row.ids]])
+        for row in sorted(group, key=lambda row: list(colours).index(kinds[row])):
+            _bar(panel, row, y, colours[kinds[row]])
             y += 1
         y += 0.7
     panel.set_yticks(ticks, [name for _, name in order])
@@ -357,7 +334,7 @@ def _bar(panel: Axes, row: Row, y: float, colour: str) -> None:
         words.append(f"{mean:+.4f}")
         right = max(0.0, mean + spread)
     if row.diverged:
-        words.append(f"× diverged {row.diverged} of {row.seeds}")
+        words.append(f"× diverged {row.diverged} of {len(row.cells)}")
     elif row.gap is None:
         words.append("sync diverged")
     panel.annotate(
@@ -378,7 +355,7 @@ def decade(gaps: Sequence[Estimate]) -> float:
     return 10.0 ** math.floor(math.log10(max(min(sizes), max(sizes) / 100)))
 
 
-def plain(value: float, place: int | None = None) -> str:
+def plain(value: float, place: float) -> str:
     return f"{value:g}"
 
 
@@ -388,25 +365,23 @@ def plain(value: float, place: int | None = None) -> str:
 def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
     """Draws the cosine of consecutive updates in mode async, with a panel per parameter group and a colour per
     optimizer. A line is the smoothed mean over the seeds that finished, or over all seeds if none finished."""
-    table = [(row, cells) for row, cells in _tables(records) if row.mode == "async" and any(c.cosines for c in cells)]
+    table = [row for row in rows(records) if row.mode == "async" and any(cell.cosines for cell in row.cells)]
     if not table or not start():
         return None
     from matplotlib.lines import Line2D
 
-    optimizers = list(dict.fromkeys(row.optimizer for row, _ in table))
+    optimizers = list(dict.fromkeys(row.optimizer for row in table))
     colours = colours_of((record.optimizer for record in records), OPTIMIZER_COLOURS)
     names = short_names(optimizers)
-    labels = labels_of([row for row, _ in table], varying([row for row, _ in table]))
+    labels = labels_of(table, varying(table))
     styles = _styles(labels)
-    groups = list(dict.fromkeys(group for _, cells in table for cell in cells for group in cell.cosines))
+    groups = list(dict.fromkeys(group for row in table for cell in row.cells for group in cell.cosines))
     figure, panels = _panels([f"parameter group: {group}" for group in groups], 3, (4.0, 3.2))
     least = 0.4
-    for (row, cells), label in zip(table, labels, strict=True):
+    for row, label in zip(table, labels, strict=True):
         for panel, group in zip(panels, groups, strict=True):
-            whole = [cell for cell in cells if final_loss(cell) is not None] or cells
-            # JSON turns nan into None.
-            found = [[(s, c) for s, c in cell.cosines.get(group, []) if c is not None] for cell in whole]
-            steps, mean, _, _ = _over_seeds([points for points in found if points])
+            whole = [cell for cell in row.cells if cell.final_loss is not None] or row.cells
+            steps, mean, _, _ = _over_seeds([cell.cosines[group] for cell in whole if cell.cosines.get(group)])
             if len(steps):
                 mean = _smooth(mean)
                 least = min(least, float(mean.min()))
@@ -426,8 +401,5 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
 
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Returns a moving average over a fortieth of the run. Near the ends the window is shorter."""
-    half = len(values) // 80
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    begin, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
-    return (sums[end] - sums[begin]) / (end - begin)
+    window = np.ones(2 * (len(values) // 80) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")

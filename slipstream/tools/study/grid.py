@@ -63,7 +63,6 @@ class Grid:
     name: str
     cells: list[Cell]
     """Cells in the order of the file. Several cells may have the same id at different places in the grid."""
-    description: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def make_grid(tree: dict[str, Any], default_name: str) -> Grid:
         cell = _cell(file, mode, modes[mode], combination)
         place = json.dumps([cell.id, cell.mode, cell.setting], sort_keys=True)
         cells.setdefault(place, cell)
-    return Grid(file.name, list(cells.values()), file.description)
+    return Grid(file.name, list(cells.values()))
 
 
 def _read(tree: dict[str, Any], default_name: str) -> _File:
@@ -124,9 +123,9 @@ def _read(tree: dict[str, Any], default_name: str) -> _File:
         if not isinstance(value, kind) or (kind is list and not all(isinstance(entry, dict) for entry in value)):
             raise ConfigError(f"{key} = {value!r} has the wrong type: write {remedy}")
     file = _File(**{"name": default_name, **tree})
-    is_folder = Path(file.name).name == file.name and file.name.isprintable() and len(file.name.encode()) < 200
-    if not file.name or file.name == ".." or not is_folder:
-        raise ConfigError(f"name = {file.name!r} is not the name of a folder: use letters, digits, - and _")
+    name = file.name
+    if name in ("", "..") or Path(name).name != name or not name.isprintable() or len(name.encode()) >= 200:
+        raise ConfigError(f"name = {name!r} is not the name of a folder: use letters, digits, - and _")
     for name, settings in file.modes.items():
         if not isinstance(settings, dict):
             raise ConfigError(f"modes.{name} = {settings!r} is not a section: write it as a TOML table")
@@ -184,22 +183,20 @@ def _cell(file: _File, mode: str, mode_settings: dict[str, Any], axes: dict[str,
         )
     ignored = ONLY_UNDER_DELAY if cell.is_synchronous else set()
     setting = {n: v for n, v in axes.items() if n not in ("optimizer.name", "train.seed") and n not in ignored}
-    return Cell(**{**vars(cell), "setting": setting})
+    return replace(cell, setting=setting)
 
 
 def _settled(config: Config) -> Config:
     """Fills in defaults as a pipeline does, with two exceptions. The study chooses its own dtypes. The rate of AdamW
     for the rest of the parameters is always set, because it has always been part of a cell's id, whether it is used or
     not."""
-    dtype = config.optimizer.newton_schulz_dtype or "float32"
-    chosen = settled(config)
-    return replace(
-        chosen,
-        train=replace(chosen.train, compute_dtype=config.train.compute_dtype),
-        optimizer=replace(
-            chosen.optimizer, newton_schulz_dtype=dtype, adamw_learning_rate=peak_rates_of(config.optimizer)[1]
-        ),
+    optimizer = replace(
+        config.optimizer,
+        newton_schulz_dtype=config.optimizer.newton_schulz_dtype or "float32",
+        adamw_learning_rate=peak_rates_of(config.optimizer)[1],
     )
+    chosen = settled(replace(config, optimizer=optimizer))
+    return replace(chosen, train=replace(chosen.train, compute_dtype=config.train.compute_dtype))
 
 
 def _unflatten(settings: dict[str, Any]) -> dict[str, Any]:

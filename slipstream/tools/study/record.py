@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ class Evaluation:
     """Number of updates made."""
     tokens: int
     """Number of tokens trained on so far."""
-    loss: float
-    """Loss on held-out text, in nats per token."""
+    loss: float | None
+    """Loss on held-out text, in nats per token. None if it is not finite."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,3 @@ class Record:
 
 def read_records(path: Path) -> list[Record]:
     return [Record.from_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
-def write_records(path: Path, records: Iterable[Record]) -> None:
-    path.write_text("".join(f"{record.to_json()}\n" for record in records), encoding="utf-8")

@@ -78,7 +78,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
         final_loss=final_loss,
         seconds=seconds,
         tokens_per_second=done * tokens_per_step / seconds,
-        optimizer_share=run.clock.optimizer_share(),
+        optimizer_share=run.optimizer_share(),
         evaluations=evaluations,
         cosines=_cosines(run),
         machine=_machine(run),

@@ -32,7 +32,7 @@ from ...transport.launch import die_with_parent
 from .cell import Cell
 from .figures import draw_cosines, draw_gaps, draw_losses
 from .grid import Grid
-from .record import Record, write_records
+from .record import Record
 from .results import markdown_table, rows, sweep_table
 from .run import record_path, run_cell
 
@@ -213,16 +213,12 @@ def _work(study: str, cell: Cell, folder: Path) -> Record | str:
 
 def write_results(records: Sequence[Record], folder: Path) -> str:
     """Writes cells.jsonl, table.md and the figures. Returns the table and the names of the written files."""
-    write_records(folder / "cells.jsonl", records)
+    (folder / "cells.jsonl").write_text("".join(f"{record.to_json()}\n" for record in records), encoding="utf-8")
     tables = [markdown_table(rows(records))]
     if len({(r.optimizer, r.learning_rate) for r in records if r.mode == "sync"}) > len({r.optimizer for r in records}):
         tables.append(sweep_table(records))
     text = "\n".join(tables)
     (folder / "table.md").write_text(text, encoding="utf-8")
-    drawings = [
-        draw_losses(records, folder / "loss.png"),
-        draw_gaps(records, folder / "gap.png"),
-        draw_cosines(records, folder / "cosine.png"),
-    ]
-    written = ["cells.jsonl", "table.md", *(path.name for path in drawings if path)]
+    figures = {"loss.png": draw_losses, "gap.png": draw_gaps, "cosine.png": draw_cosines}
+    written = ["cells.jsonl", "table.md", *(name for name, draw in figures.items() if draw(records, folder / name))]
     return f"{text}\n{folder}: {', '.join(written)}"

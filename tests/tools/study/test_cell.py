@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
@@ -289,32 +286,6 @@ def test_cells_of_one_id_compute_the_same_numbers_and_others_do_not(base: Cell) 
 
 
 # ---- names
-
-
-PROGRAM = """
-from slipstream.config.schema import Config, OptimizerSection
-from slipstream.tools.study.cell import Cell
-arguments = {"momentum": 0.9, "dampening": 0.1, "nesterov": 0.0}
-config = Config(optimizer=OptimizerSection(name="torch.optim.SGD", arguments=arguments))
-ids = [Cell(config).id, Cell(config, delays=(1, 0)).id, Cell(config).synchronous().id]
-"""
-
-
-def test_an_id_is_the_same_in_every_process() -> None:
-    """Whatever the seed of its hashes, which decides the order of a set."""
-    here: dict[str, Any] = {}
-    exec(PROGRAM, here)
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{PROGRAM}\nprint(*ids)"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    assert done.stdout.split() == here["ids"]
-    assert len(set(here["ids"])) == 3
 
 
 def test_a_cell_is_called_by_optimizer_seed_and_id() -> None:

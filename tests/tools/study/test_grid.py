@@ -193,7 +193,7 @@ def test_what_is_said_of_all_cells_reaches_all() -> None:
         [[grid]]
         mode = ["sync", "ef"]
     """)
-    assert (grid.name, grid.description) == ("mine", "what for")
+    assert grid.name == "mine"
     assert {(c.compute_dtype, c.compile_mode) for c in grid.cells} == {("bfloat16", "default")}
 
 

@@ -11,11 +11,10 @@ from slipstream.tools.study.results import (
     Estimate,
     Row,
     best_learning_rates,
-    cells_by_row,
     markdown_table,
+    overhead_by_curve,
     rows,
     sweep_table,
-    token_overhead,
 )
 
 
@@ -82,8 +81,8 @@ def test_bits_per_byte_stand_beside_the_loss_where_they_are_known():
 def test_a_synchronous_row_has_no_gap_and_async_recovers_nothing():
     table = by_mode(THREE_SEEDS)
     sync, plain = table["sync"], table["async"]
-    assert sync.synchronous and not plain.synchronous
-    assert sync.gap is sync.recovered is sync.overhead is sync.overhead_way is None
+    assert sync.is_synchronous and not plain.is_synchronous
+    assert sync.gap is sync.recovered is sync.overhead is None
     assert plain.recovered is None
 
 
@@ -126,12 +125,11 @@ def test_recovery_is_measured_against_the_async_cell_with_most_of_the_setting_in
 # ---- divergence
 
 
-@pytest.mark.parametrize("end", [None, math.nan, math.inf])
-def test_a_diverged_cell_is_counted_and_kept_out_of_means(end: float | None):
+def test_a_diverged_cell_is_counted_and_kept_out_of_means():
     records = [record for record in THREE_SEEDS if (record.mode, record.seed) != ("async", 1)]
-    records.append(cell("async", end, seed=1))
+    records.append(cell("async", None, seed=1))
     table = by_mode(records)
-    assert (table["async"].diverged, table["async"].seeds) == (1, 3)
+    assert (table["async"].diverged, len(table["async"].cells)) == (1, 3)
     assert table["async"].loss == approx(2.4, 0.6 / math.sqrt(2), 2)
     assert table["async"].gap == approx(0.2, 0.2 / math.sqrt(2), 2)
     assert table["ef"].gap == approx(0.13 / 3, 0.02 / math.sqrt(3), 3)
@@ -140,7 +138,7 @@ def test_a_diverged_cell_is_counted_and_kept_out_of_means(end: float | None):
 
 def test_where_all_diverged_the_row_says_so():
     row = by_mode([cell("sync", 2.0), cell("async", None)])["async"]
-    assert (row.diverged, row.seeds) == (1, 1)
+    assert (row.diverged, len(row.cells)) == (1, 1)
     assert row.loss is row.gap is row.overhead is None
 
 
@@ -156,7 +154,7 @@ def test_a_diverged_baseline_leaves_no_gap():
 
 def test_the_same_id_twice_counts_once_and_the_last_wins():
     row = by_mode([cell("sync", 9.0), cell("async", 2.5), cell("sync", 2.0)])["sync"]
-    assert row.seeds == 1
+    assert len(row.cells) == 1
     assert row.loss == Estimate(2.0, None, 1)
 
 
@@ -181,20 +179,20 @@ def test_rows_come_by_optimizer_then_sync_async_ef_and_others_as_they_appear():
     ]
 
 
-def test_a_cell_of_two_studies_ties_their_settings_together():
+def test_a_cell_with_two_places_in_a_grid_ties_their_settings_together():
     momentum = {"optimizer.momentum": 0.95}
     main = [cell("sync", 2.0 + seed, seed) for seed in range(3)]
-    again = cell("sync", 2.0, 0, study="momentum", setting=momentum)
-    other = cell("sync", 2.5, 0, study="momentum", setting={"optimizer.momentum": 0.8}, id="0.8", baseline="0.8")
+    again = cell("sync", 2.0, 0, setting=momentum)
+    other = cell("sync", 2.5, 0, setting={"optimizer.momentum": 0.8}, id="0.8", baseline="0.8")
     table = rows([*main, again, other])
-    assert [(row.seeds, row.setting) for row in table] == [(3, momentum), (1, {"optimizer.momentum": 0.8})]
+    assert [(len(row.cells), row.axes["optimizer.momentum"]) for row in table] == [(3, 0.95), (1, 0.8)]
     assert table[0].loss == approx(3.0, 1.0, 3)
 
 
-def test_a_cell_that_two_studies_call_by_different_modes_is_in_a_row_of_each():
+def test_a_cell_in_two_modes_is_in_a_row_of_each():
     plain = cell("async", 2.4)
-    again = cell("ef", 2.4, id=plain.id, study="coefficients", setting={"optimizer.error_feedback": 0.0})
-    half = cell("ef", 2.2, study="coefficients", setting={"optimizer.error_feedback": 0.5})
+    again = cell("ef", 2.4, id=plain.id, setting={"optimizer.error_feedback": 0.0})
+    half = cell("ef", 2.2, setting={"optimizer.error_feedback": 0.5})
     table = rows([cell("sync", 2.0), plain, again, half])
     assert [(row.mode, row.recovered) for row in table] == [
         ("sync", None),
@@ -202,13 +200,6 @@ def test_a_cell_that_two_studies_call_by_different_modes_is_in_a_row_of_each():
         ("ef", approx(0.0, None, 1)),
         ("ef", approx(0.5, None, 1)),
     ]
-
-
-def test_cells_that_differ_in_what_no_setting_names_are_not_taken_for_seeds():
-    records = [cell("sync", 2.0), cell("sync", 3.0, study="other", id="other", baseline="other")]
-    assert [[record.id for record in row] for row in cells_by_row(records)] == [["muon 0 100 sync"], ["other"]]
-    table = markdown_table(rows(records))
-    assert "| study |" in table and "| other |" in table
 
 
 def test_lengths_and_sizes_outside_the_axes_make_rows_of_their_own():
@@ -231,14 +222,13 @@ def overheads(records: list[Record], mode: str = "async") -> list[float | None]:
 def test_overhead_by_lengths_is_linear_in_the_logarithm_of_tokens():
     records = [*lengths("sync", 2.9, 2.45, 2.0), *lengths("async", 3.0, 2.6, 2.2)]
     table = [row for row in rows(records) if row.mode == "async"]
-    assert [row.overhead_way for row in table] == ["lengths"] * 3
+    # 2.0 lies below all that async reached.
+    assert [row.overhead_way for row in table] == ["lengths", "lengths", "lengths, extrapolated"]
     assert [row.overhead and row.overhead.mean for row in table] == [
         pytest.approx(2 ** (0.1 / 0.4)),
         pytest.approx(2 ** (0.15 / 0.4)),
         pytest.approx(2 ** (0.2 / 0.4)),
     ]
-    # 2.0 lies below all that async reached.
-    assert [row.extrapolated for row in table] == [False, False, True]
 
 
 def test_overhead_by_lengths_skips_over_segments_it_has_passed():
@@ -255,7 +245,7 @@ def test_a_delayed_run_that_is_better_than_sync_needs_fewer_tokens():
         pytest.approx(2 ** -(0.1 / 0.4)),
     ]
     # 3.1 is more than async was left with after its shortest run.
-    assert [row.extrapolated for row in found] == [True, False, False]
+    assert [row.overhead_way for row in found] == ["lengths, extrapolated", "lengths", "lengths"]
 
 
 def test_there_is_no_overhead_where_more_tokens_do_not_help_or_would_never_be_enough():
@@ -270,8 +260,8 @@ def test_lengths_are_told_apart_by_seed_and_the_mean_covers_the_seeds_that_have_
         *lengths("sync", 2.0, steps=(100,), seed=1),
         *lengths("async", 2.9, steps=(100,), seed=1),
     ]
-    short = next(row for row in rows(records) if row.mode == "async" and row.steps == 100)
-    assert short.seeds == 2
+    short = next(row for row in rows(records) if row.mode == "async" and row.axes["train.steps"] == 100)
+    assert len(short.cells) == 2
     assert (short.overhead, short.overhead_way) == (approx(2 ** (0.1 / 0.4), None, 1), "lengths")
 
 
@@ -279,7 +269,7 @@ def test_a_length_that_diverged_is_none():
     falling = {"evaluations": [Evaluation(0, 0, 4.0), Evaluation(100, 1000, 2.0)]}
     short = cell("sync", 2.0, setting={"train.steps": 100}, **falling)
     records = [short, *lengths("async", 3.0, None, steps=(100, 200))]
-    row = next(row for row in rows(records) if row.mode == "async" and row.steps == 100)
+    row = next(row for row in rows(records) if row.mode == "async" and row.axes["train.steps"] == 100)
     assert (row.overhead, row.overhead_way) == (approx(2.0, None, 1), "curve")
 
 
@@ -289,17 +279,17 @@ def test_lengths_of_another_setting_do_not_count():
         cell("ef", 3.0, setting={"optimizer.error_feedback": 1.0}),
         cell("ef", 2.0, setting={"optimizer.error_feedback": 0.5}, steps=200),
     ]
-    assert [row.overhead_way for row in rows(records)] == [None, None, None]
+    assert [row.overhead for row in rows(records)] == [None, None, None]
 
 
-def test_lengths_may_come_from_another_study():
+def test_lengths_may_be_of_any_setting_of_the_cell():
     records = [
         cell("sync", 2.9),
         cell("async", 3.0),
         *lengths("async", 2.6, steps=(200,)),
-        cell("async", 3.0, study="momentum", setting={"optimizer.momentum": 0.9}, id="muon 0 100 async []"),
+        cell("async", 3.0, setting={"optimizer.momentum": 0.9}, id="muon 0 100 async []"),
     ]
-    row = next(row for row in rows(records) if row.mode == "async" and row.steps == 100)
+    row = next(row for row in rows(records) if row.mode == "async" and row.axes["train.steps"] == 100)
     assert (row.overhead, row.overhead_way) == (approx(2 ** (0.1 / 0.4), None, 1), "lengths")
 
 
@@ -323,20 +313,17 @@ FALLING = [Evaluation(0, 0, 5.0), Evaluation(40, 400, 3.0), Evaluation(80, 800, 
 def test_overhead_by_curve_is_when_sync_passed_the_delayed_end(loss: float, overhead: float | None):
     row = by_mode([cell("sync", 2.0, evaluations=FALLING), cell("async", loss)])["async"]
     assert row.overhead == (None if overhead is None else approx(overhead, None, 1))
-    assert row.overhead_way == (None if overhead is None else "curve")
-    assert not row.extrapolated
+    assert row.overhead_way == "curve"
 
 
 def test_the_first_crossing_counts():
     wavy = [Evaluation(0, 0, 5.0), Evaluation(25, 250, 2.4), Evaluation(50, 500, 3.0), Evaluation(100, 1000, 2.0)]
-    found, extrapolated = token_overhead(cell("async", 2.4), cell("sync", 2.0, evaluations=wavy), [])
-    assert (found, extrapolated) == (pytest.approx(4.0), False)
+    assert overhead_by_curve(cell("async", 2.4), cell("sync", 2.0, evaluations=wavy)) == pytest.approx(4.0)
 
 
 def test_evaluations_that_are_not_numbers_are_passed_over():
-    gaps = [Evaluation(10, 100, math.nan), Evaluation(20, 200, None)]  # type: ignore[arg-type]
-    baseline = cell("sync", 2.0, evaluations=[FALLING[0], *gaps, *FALLING[1:]])
-    assert token_overhead(cell("async", 3.0), baseline, [])[0] == pytest.approx(2.5)
+    baseline = cell("sync", 2.0, evaluations=[FALLING[0], Evaluation(20, 200, None), *FALLING[1:]])
+    assert overhead_by_curve(cell("async", 3.0), baseline) == pytest.approx(2.5)
 
 
 def test_without_a_curve_there_is_no_overhead_but_for_a_run_that_is_better():
@@ -348,12 +335,12 @@ def test_without_a_curve_there_is_no_overhead_but_for_a_run_that_is_better():
 
 
 def test_a_course_is_the_gap_of_the_longest_runs_at_the_same_step():
-    def run(mode: str, losses: dict[int, float], **changes: Any) -> Record:
+    def run(mode: str, losses: dict[int, float | None], **changes: Any) -> Record:
         evaluations = [Evaluation(step, 10 * step, loss) for step, loss in losses.items()]
         return cell(mode, evaluations[-1].loss, evaluations=evaluations, **changes)
 
     sync = run("sync", {0: 5.0, 50: 3.0, 100: 2.0})
-    late = run("ef", {0: 5.0, 25: 4.5, 50: 3.5, 75: math.nan, 100: 1.75})
+    late = run("ef", {0: 5.0, 25: 4.5, 50: 3.5, 75: None, 100: 1.75})
     setting = {"pipeline.sync_start_steps": 1220}
     with_start = run("ef", {50: 3.25, 100: 2.0}, setting=setting, id="start")
     alone = run("async", {100: 2.0}, id="alone", baseline="not here")
@@ -448,25 +435,26 @@ def test_the_best_rate_has_the_lowest_mean_over_seeds():
         cell("async", 1.0),
     ]
     (sweep,) = best_learning_rates(records)
-    assert (sweep.optimizer, sweep.best, sweep.edge) == ("muon", 0.01, "lowest")
-    assert list(sweep.losses) == [0.01, 0.02, 0.04]
-    assert sweep.losses[0.02] == approx(2.4, 0.4 / math.sqrt(2), 2)
+    assert (sweep.optimizer, sweep.best) == ("muon", 0.01)
+    assert sweep.losses == {0.01: [2.3, 2.3], 0.02: [2.2, 2.6], 0.04: [2.5, 2.4]}
+    assert "- muon: the best rate is the lowest tried" in sweep_table(records)
 
 
 def test_a_rate_at_which_a_seed_diverged_is_not_the_best_but_was_tried():
     records = [*swept("muon", {0.01: 2.3, 0.02: 2.2, 0.04: 2.0}), *swept("muon", {0.04: None}, seed=1)]
     (sweep,) = best_learning_rates(records)
-    assert (sweep.best, sweep.edge, sweep.diverged) == (0.02, None, {0.04: "1 of 2"})
+    assert (sweep.best, sweep.losses[0.04]) == (0.02, [2.0, math.inf])
+    assert sweep_table(records).endswith("**0.02: 2.2000**, 0.04: 2.0000 diverged 1 of 2 |\n")  # and without a note
     (hopeless,) = best_learning_rates(swept("muon", {0.01: None, 0.02: None}))
-    assert (hopeless.best, hopeless.edge) == (None, None)
+    assert hopeless.best is None
 
 
 def test_rates_are_compared_at_one_length_only():
     records = [*swept("muon", {0.01: 2.3, 0.02: 2.2}), *swept("muon", {0.01: 1.9, 0.02: 2.0}, steps=200)]
-    assert [(sweep.steps, sweep.best) for sweep in best_learning_rates(records)] == [(100, 0.02), (200, 0.01)]
+    assert [(s.axes["train.steps"], s.best) for s in best_learning_rates(records)] == [(100, 0.02), (200, 0.01)]
     assert sweep_table(records).startswith("| optimizer | steps |")
     longer = [*records[:2], *swept("muon", {0.01: 1.9}, steps=200)]
-    assert [sweep.steps for sweep in best_learning_rates(longer)] == [100]
+    assert [sweep.axes["train.steps"] for sweep in best_learning_rates(longer)] == [100]
 
 
 def test_a_sweep_as_it_is_read_on_github():

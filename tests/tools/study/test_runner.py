@@ -221,16 +221,6 @@ def test_one_job_or_two_give_the_same_numbers(finished: tuple[Study, int, str], 
     assert len({study.record(cell).final_loss for cell in study.cells}) == 3
 
 
-def test_cells_that_will_have_no_gap_are_named_before_anything_runs(
-    study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study.write(GRID.replace('mode = ["sync", "async", "ef"]', 'mode = ["async", "ef"]'))
-    assert study.run() == 0
-    said = capsys.readouterr().out
-    assert "2 cells will have no gap, first adamw async seed 0 optimizer.learning_rate=0.003: " in said
-    assert said.index("add mode = 'sync' beside theirs") < said.index("[1/2]")
-
-
 def test_a_finished_cell_is_not_run_again(study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.run() == 0
     before, cells = study.times(), study.cells
@@ -315,10 +305,15 @@ pipeline.depth = "double"
     assert delayed.baseline == sync.id
 
 
-def test_without_output_it_writes_below_runs(study: Study, no_figures: None) -> None:
-    study.write('[[grid]]\nmode = "ef"\n', top='name = "mine"\n')
+def test_without_output_it_writes_below_runs_and_first_names_cells_that_will_have_no_gap(
+    study: Study, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.write('[[grid]]\nmode = ["async", "ef"]\noptimizer.momentum = 0.9\n', top='name = "mine"\n')
     assert cli.run(["study", "grid.toml", "--jobs", "1"]) == 0
     assert Path("runs", "study-mine", "table.md").exists()
+    said = capsys.readouterr().out
+    assert "2 cells will have no gap, first muon async seed 0 optimizer.momentum=0.9: " in said
+    assert said.index("add mode = 'sync' beside theirs") < said.index("[1/2]")
 
 
 # ---- cells that go wrong
@@ -347,7 +342,7 @@ def test_a_cell_that_diverges_is_recorded_and_the_study_goes_on(
     assert study.times() == before  # it would diverge again
 
 
-def test_if_all_cells_diverge_the_study_still_ends_well(study: Study) -> None:
+def test_if_all_cells_diverge_the_study_still_ends_well(study: Study, no_figures: None) -> None:
     study.write(GRID.replace("0.003", "1e30"))
     assert study.run() == 0
     assert study.table.count("1 of 1") == 3
@@ -645,16 +640,10 @@ def running(study: Study) -> Iterator[Running]:
 
 
 @linux
-@pytest.mark.parametrize(
-    ("send", "signum"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM), (os.kill, signal.SIGHUP)],
-    ids=["SIGINT to all", "SIGINT", "SIGTERM", "SIGHUP"],
-)
-def test_an_interrupt_ends_all_workers_with_one_line(
-    send: Callable[[int, int], None], signum: int, study: Study
-) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name)
+def test_an_interrupt_ends_all_workers_with_one_line(signum: signal.Signals, study: Study) -> None:
     with running(study) as process:
-        send(process.pid, signum)
+        os.kill(process.pid, signum)
         assert process.ending() == (130, "slipstream: interrupted\n")
 
 
@@ -702,18 +691,13 @@ def test_whoever_calls_it_and_lives_on_is_left_no_workers_and_all_its_own_childr
 
 
 @linux
-def test_an_interrupt_is_for_the_parent_to_answer(study: Study) -> None:
-    """A terminal sends it to all, and a worker that answered as well would do so with a traceback."""
+def test_workers_leave_interrupts_to_the_parent_and_do_not_outlive_it_if_it_is_killed(study: Study) -> None:
+    """A terminal sends an interrupt to all, and a worker that answered as well would do so with a traceback."""
     with running(study) as process:
         for pid in process.workers:
             os.kill(pid, signal.SIGINT)
         time.sleep(0.5)
         assert all(map(is_running, [process.pid, *process.workers]))
-
-
-@linux
-def test_workers_do_not_outlive_a_study_that_is_killed(study: Study) -> None:
-    with running(study) as process:
         os.kill(process.pid, signal.SIGKILL)
         assert process.ending() == (-signal.SIGKILL, "")
 
