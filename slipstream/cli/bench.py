@@ -4,7 +4,6 @@ the rules."""
 from __future__ import annotations
 
 import datetime
-import inspect
 import json
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -78,7 +77,7 @@ class BenchArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(BenchArguments, arguments, "slipstream bench", inspect.getdoc(BenchArguments) or "")
+    given = parse(BenchArguments, arguments, "slipstream bench")
     matrix = _gpu_matrix(given) if given.device == "cuda" else _cpu_matrix(given)
     if under_torchrun():
         raise UsageError("slipstream bench starts its own processes: start it without torchrun")

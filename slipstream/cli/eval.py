@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class EvalArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(EvalArguments, arguments, "slipstream eval", inspect.getdoc(EvalArguments) or "")
+    given = parse(EvalArguments, arguments, "slipstream eval")
     if not given.tasks:
         raise UsageError("tasks has no value: name at least one")
     if given.limit is not None and given.limit < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> None:
     from ..tools.export import export, export_adapter
     from ..tools.loading import find_source
 
-    given = parse(ExportArguments, arguments, "slipstream export", inspect.getdoc(ExportArguments) or "")
+    given = parse(ExportArguments, arguments, "slipstream export")
     screen = Screen()
     source = find_source(*run_and_step(given.run), screen.print)
     if given.adapter:

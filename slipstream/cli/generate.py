@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -43,7 +42,7 @@ class GenerateArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(GenerateArguments, arguments, "slipstream generate", inspect.getdoc(GenerateArguments) or "")
+    given = parse(GenerateArguments, arguments, "slipstream generate")
     if given.samples < 1:
         raise UsageError(f"samples = {given.samples} writes nothing: use 1 or more")
     path, step = run_and_step(given.source)

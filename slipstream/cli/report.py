@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ class ReportArguments:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(ReportArguments, arguments, "slipstream report", inspect.getdoc(ReportArguments) or "")
+    given = parse(ReportArguments, arguments, "slipstream report")
     if not given.runs:
         raise UsageError("RUN is missing: name the folder of a run, such as runs/default")
     folders = [find_run(path) for path in given.runs]

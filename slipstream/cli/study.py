@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def main(arguments: list[str]) -> None:
     path = BUILTIN
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
-    given = parse(StudyArguments, arguments, "slipstream study [GRID.toml]", inspect.getdoc(StudyArguments) or "")
+    given = parse(StudyArguments, arguments, "slipstream study [GRID.toml]")
     if given.jobs is not None and given.jobs < 1:
         raise UsageError(f"jobs = {given.jobs} is too small: use 1 or more")
     grid = load_grid(path)
