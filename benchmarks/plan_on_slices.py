@@ -1,7 +1,8 @@
 """What `plan` says of the step times that `slipstream bench --device cuda` measured, from a profile of one slice.
 
     slipstream profile --share 12 --output slice.json --train.device cuda --pipeline.stages 4 --optimizer.name adamw \\
-        --optimizer.error-feedback 0 --train.no-track-alignment --train.microbatch-size 1 \\
+        --optimizer.error-feedback 0 --train.no-track-alignment --train.gradient-dtype bfloat16 \\
+        --train.microbatch-size 1 \\
         --model.dim 4096 --model.num-layers 16 --model.num-heads 32 --model.num-kv-heads 32 --model.hidden-dim 10880 \\
         --model.vocab-size 256 --model.sequence-length 1024
     python benchmarks/plan_on_slices.py slice.json m4/results.json m8/results.json
@@ -11,7 +12,8 @@ update and the same time of a message on each of 64 or 1,024 GPUs.
 
 Forwards and backwards cost what the profile says, which knows nothing of pipelines. A message takes as long as the
 bench measured between two stages, and an update as long as in the bench's one_f_one_b, which makes it in turn: the
-bench keeps its optimizer in bfloat16, and the trainer never does. Printed are the schedules that plan knows, larger
+bench keeps gradients and optimizer in bfloat16. The trainer has gradients in float32 by default and its optimizer always:
+with --train.gradient-dtype bfloat16 at least the backward is the same. Printed are the schedules that plan knows, larger
 differences last.
 """
 

@@ -23,7 +23,7 @@ The rules:
 - Neither starting the processes nor evaluations count: of slipstream's time, each evaluation takes off what it computes
   on its slowest stage.
 - Time to loss: when a run's held-out loss first comes down to the final loss of the 1F1B run of its seed, between
-  evaluations in a straight line; "never" is an answer.
+  evaluations in a straight line; "never" is an answer. The 1F1B run itself may be there before its end.
 """
 
 from __future__ import annotations
@@ -314,20 +314,20 @@ def time_to(loss: float, run: Run) -> float | None:
 
 def table(runs: list[Run]) -> str:
     finals = {run.seed: run.losses[-1] for run in runs if run.contender == SYNCHRONOUS}
-    ends = {run.seed: run.seconds[-1] for run in runs if run.contender == SYNCHRONOUS}
+    firsts = {run.seed: time_to(run.losses[-1], run) for run in runs if run.contender == SYNCHRONOUS}
     lines = [
         "| schedule | steps | seconds | final held-out loss | to 1F1B's final loss, s | as soon as 1F1B, times |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for contender in dict.fromkeys(run.contender for run in runs if run.seed in finals):
         own = [run for run in runs if run.contender == contender and run.seed in finals]
-        reached = [(seconds, ends[run.seed]) for run in own if (seconds := time_to(finals[run.seed], run)) is not None]
+        reached = [(seconds, firsts[run.seed]) for run in own if (seconds := time_to(finals[run.seed], run))]
         never = f", never for {len(own) - len(reached)} of {len(own)} seeds" if len(reached) < len(own) else ""
         lines.append(
             f"| {contender} | {own[0].steps:,} | {_spread([run.seconds[-1] for run in own], '.0f')} | "
             f"{_spread([run.losses[-1] for run in own], '.4f')} | "
             f"{_spread([seconds for seconds, _ in reached], '.0f')}{never} | "
-            f"{_spread([end / seconds for seconds, end in reached], '.2f')} |"
+            f"{_spread([first / seconds for seconds, first in reached if first], '.2f')} |"
         )
     return "\n".join(lines)
 
@@ -368,7 +368,14 @@ def draw(runs: list[Run], path: Path) -> None:
 def earlier_runs(output: Path | None) -> list[Run]:
     """What a command before this one, with the same output, has left: it is not made again."""
     path = output and output.with_suffix(".json")
-    return [Run(**each) for each in json.loads(path.read_text(encoding="utf-8"))] if path and path.exists() else []
+    if path is None or not path.exists():
+        return []
+    try:
+        return [Run(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise RunFailure(
+            f"{path} was not written by this script as it is now ({error}): give another --output"
+        ) from error
 
 
 def leave_behind(runs: list[Run], output: Path | None) -> None:

@@ -65,3 +65,17 @@ def test_a_stop_in_the_middle_of_an_evaluation_is_no_part_of_it(script):
         if step % 10 == 0:
             rows.append({"step": step, "val_loss": 1.0})
     assert script.evaluation_seconds(rows, statistics.median) == pytest.approx(0.6)
+
+
+def test_both_runs_are_timed_to_where_they_first_have_the_loss(script):
+    synchronous = script.Run(script.SYNCHRONOUS, 0, 4, [10.0, 20.0, 30.0, 40.0], [4.0, 3.0, 1.0, 2.0])
+    delayed = script.Run(script.DELAYED, 0, 4, [5.0, 10.0, 15.0], [4.0, 3.0, 1.0])
+    rows = [[cell.strip() for cell in row.split("|")] for row in script.table([synchronous, delayed]).split("\n")[2:]]
+    assert [row[5] for row in rows] == ["25", "12"]  # 1F1B was at its final loss of 2 before its end
+    assert [row[6] for row in rows] == ["1.00", "2.00"]
+
+
+def test_an_output_of_another_form_is_refused(script, tmp_path):
+    (tmp_path / "old.json").write_text('[{"stolen": 0.1}]')
+    with pytest.raises(script.RunFailure, match="give another --output"):
+        script.earlier_runs(tmp_path / "old")
