@@ -12,9 +12,8 @@ update and the same time of a message on each of 64 or 1,024 GPUs.
 
 Forwards and backwards cost what the profile says, which knows nothing of pipelines. A message takes as long as the
 bench measured between two stages, and an update as long as in the bench's one_f_one_b, which makes it in turn: the
-bench keeps gradients and optimizer in bfloat16. The trainer has gradients in float32 by default and its optimizer always:
-with --train.gradient-dtype bfloat16 at least the backward is the same. Printed are the schedules that plan knows, larger
-differences last.
+bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. Printed are the schedules that
+plan knows, larger differences last.
 """
 
 from __future__ import annotations
