@@ -177,8 +177,8 @@ def _fit(
     _make(trunks)
     names = ", ".join(f"{proxy.name} on {proxy.tokens:.3g} tokens" for proxy in proxies)
     screen.print(
-        f"proxies: {names}; {planned:.3g} FLOPs, {planned / flops:.2%} of the target's; finished ones are kept in "
-        f"{trunks}"
+        f"proxies: {names}; {planned:.3g} FLOPs, {planned / flops:.2%} of the target's, and more rates as the budget "
+        f"allows; finished ones are kept in {trunks}"
     )
     with _bar(screen, "proxies", planned) as advance:
         laboratory = Laboratory(trunks, budget * flops, advance, screen.print)

@@ -60,9 +60,6 @@ def predict(
         return float(fit.loss(n, tokens, batch, rate, late))
 
     expected = loss(batch, rate)
-    drawn = fit.loss(n, total, batch, rate, late, fit.samples)
-    beyond = 0.0 if fit.backtest is None else fit.backtest.error_at(n * total)
-    drawn = drawn * (1 + np.hypot(fit.noise, beyond) * np.random.default_rng(1).standard_normal(len(drawn)))
     stages, microbatches = config.pipeline.stages, config.pipeline.microbatches
     share = microbatches / (microbatches + stages - 1)
     return (
@@ -73,7 +70,7 @@ def predict(
             fit.band(fit.batch(n, total, late, fit.samples)),
             batch,
             expected,
-            fit.band(drawn),
+            fit.loss_band(n, total, batch, rate, late),
             float(fit.gap(n, total, batch)) if late else 0.0,
             fit.band(fit.gap(n, total, batch, fit.samples)) if late else (0.0, 0.0),
             {

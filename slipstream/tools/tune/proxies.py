@@ -34,6 +34,8 @@ FIRST_RATES = (2**-1.5, 2**-0.5, 2**0.5, 2**1.5)
 """Learning rates of the smallest size, as multiples of level 0's."""
 RATES = (0.5, 1.0, 2.0)
 """Learning rates of the other sizes, as multiples of what the sizes before predict."""
+FINER_RATES = (2**-0.5, 2**0.5)
+"""Learning rates that the rest of the budget pays for, as multiples of what the law says is best."""
 MIN_STEPS = 100
 """Fewest steps of the shortest branch at the middle batch."""
 MICROBATCH_TOKENS = 16384

@@ -2,7 +2,8 @@
 
 Sizes run from the smallest to the largest. For each, first the learning rates at the middle batch, then the other
 batches near the best rate, then one synchronous trunk if the target is delayed. From the second size on, the rates are
-centred on what the sizes before predict. A finished trunk is a file and is never run again.
+centred on what the sizes before predict. What is left of the budget pays for rates in between, on all sizes. A finished
+trunk is a file and is never run again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ from ..study.delayed import DelayedRun
 from .advice import SPECTRAL, decay_steps, from_laws, is_delayed
 from .fit import End, Fit, Prior, fit, priors
 from .laws import measured_gap
-from .proxies import BATCH_FACTORS, FIRST_RATES, RATES, Proxy
+from .proxies import BATCH_FACTORS, FINER_RATES, FIRST_RATES, RATES, Proxy
 
 MAX_EXTENSIONS = 3
 """Most rates that are added because the best one is at the edge."""
@@ -170,6 +172,13 @@ def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
             laboratory.trunk(proxy, rate, round(proxy.batch * factor), is_late)
         if is_late:
             laboratory.trunk(proxy, best, proxy.batch, False)
+    law = fitted(0)
+    for factor, share, proxy in product((1.0, *BATCH_FACTORS), FINER_RATES, reversed(proxies)):
+        if laboratory.can_afford(proxy):
+            sequences = round(proxy.batch * factor)
+            batch = sequences * proxy.model.sequence_length
+            rate = float(law.rate(proxy.size.parameters, proxy.middle_tokens, batch))
+            laboratory.trunk(proxy, rate * share, sequences, is_late)
     return fitted()
 
 

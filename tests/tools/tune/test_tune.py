@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short
     monkeypatch.setattr(trunks, "FIRST_RATES", (0.7, 1.4))
     monkeypatch.setattr(trunks, "RATES", (1.0,))
     monkeypatch.setattr(trunks, "MAX_EXTENSIONS", 0)
+    monkeypatch.setattr(trunks, "FINER_RATES", ())
     out = tmp_path / "out"
     assert tune("--budget", "1000%", "--output", str(out)) == 0
     first, tree = capsys.readouterr().out, read(out)
@@ -164,6 +166,8 @@ def test_a_known_law_is_found_by_the_whole_command(tuned):
     assert "cost: " in said and "the law misses" not in said
     prediction, n = tree["prediction"], tree["target"]["parameters"]
     assert tree["spent_flops"] < 0.6 * tree["target"]["flops"]
+    rates = Counter((row["size"], row["batch"]) for row in tree["trunks"] if row["is_late"])
+    assert min(rates.values()) >= 3  # the rest of the budget paid for two more at every batch
     assert max(row["parameters"] for row in tree["trunks"]) < n / 4
     assert 1 / 1.5 < prediction["rate"] / best_rate(n, prediction["batch"]) < 1.5
     steps = 5e7 / prediction["batch"]
