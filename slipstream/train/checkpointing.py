@@ -20,7 +20,7 @@ from ..config.schema import Config
 from ..model.spec import ModelSpec
 from ..pipeline import Pipeline, Requests, StepReport
 from ..pipeline.checkpoints import StageWriter
-from ..transport.launch import INTERRUPTED, is_ignored
+from ..transport.stage_processes import INTERRUPTED, is_ignored
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that a run handles. SIGTERM: save and exit with success. SIGUSR1: save and continue. SIGINT: save and exit as

@@ -16,7 +16,7 @@ from settings import as_arguments, changed
 
 from slipstream import cli
 from slipstream.config.schema import Config
-from slipstream.transport.launch import INTERRUPTED
+from slipstream.transport.stage_processes import INTERRUPTED
 from tests.faults.runs import children, is_running
 
 TIMEOUT_SECONDS = 120.0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slipstream import Group, Pipeline, launch
 from slipstream.errors import NonFiniteError, StageFailure
 from slipstream.transport.base import Transport
-from slipstream.transport.launch import meet
+from slipstream.transport.torchrun import meet
 
 SGD = [Group("all", partial(torch.optim.SGD, lr=0.01))]
 AWAITED = r"stage \d was waiting for (the gradient of \dB\d+@v\d+|the activations of \dF\d+@v\d+|the sums over stages)"
@@ -199,7 +199,7 @@ def test_a_stage_that_is_gone_before_it_is_told_anything_is_named(monkeypatch):
         time.sleep(0.5)  # all stages have left by then
         return store(*args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["slipstream.transport.launch"], "_process_main", _leave_at_once)
+    monkeypatch.setattr(sys.modules["slipstream.transport.stage_processes"], "_process_main", _leave_at_once)
     monkeypatch.setattr("torch.distributed.TCPStore", late)
     with pytest.raises(StageFailure, match=r"stage \d left without a word \(exit code 3\)"):
         launch(lambda transport: None, 2, start_method="fork")

@@ -28,7 +28,7 @@ from ...observe.console import Screen
 from ...observe.metrics import loss_said
 from ...train.build import build_components
 from ...transport.environment import under_torchrun
-from ...transport.launch import die_with_parent
+from ...transport.stage_processes import die_with_parent
 from .cell import Cell
 from .figures import draw_cosines, draw_gaps, draw_losses
 from .grid import Grid

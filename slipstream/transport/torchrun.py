@@ -1,0 +1,129 @@
+"""Joins the processes that torchrun started, or that were started by hand with its environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import PipelineError, StageFailure
+from .link import PeerLost
+from .stage_main import GRACE_SECONDS, LaunchOptions, Result, WorldWorker, run_stage
+
+MEETING_PAUSE = 0.01
+"""Number of seconds between two checks of the first process for the others."""
+
+
+def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=options.timeout)))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
+    if world_size != options.size:
+        raise StageFailure(f"torchrun started {world_size} processes and not {options.size}: make the two the same")
+    try:
+        word = meet(store, rank, world_size, options.timeout_seconds)
+    except (RuntimeError, ValueError) as error:
+        raise StageFailure(f"stage {rank} does not find the others: {error}") from error
+    own_store = dist.PrefixStore(word, store)
+    own_store.set(f"process/{rank}", json.dumps(_identity(os.getpid())))
+    keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_done, seconds = False, options.timeout_seconds
+    try:
+        result = run_stage(worker, own_store, rank, options.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
+        is_done = True
+        return result
+    except PipelineError as error:  # another stage failed, and the others are about to notice
+        is_done, seconds = True, GRACE_SECONDS
+        if isinstance(error.__cause__, PeerLost) and error.__cause__.is_silent:
+            _end_later(own_store, set(range(world_size)) - {rank})
+        raise
+    finally:
+        if is_done:
+            _take_leave(own_store, rank, world_size if keeps_store else 0, seconds)
+
+
+def _take_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+    """Marks this process as finished. The process that hosts the store waits for the others and leaves last, because
+    they may still write to the store or read from it. `world_size` is 0 if this process does not host the store."""
+    deadline = time.monotonic() + timeout_seconds
+    with suppress(RuntimeError, ValueError):  # the store may be gone nevertheless
+        store.set(f"left/{rank}", "")
+        missing = set(range(1, world_size))
+        while missing and time.monotonic() < deadline:
+            missing = {other for other in missing if not store.check([f"left/{other}"])}
+            time.sleep(MEETING_PAUSE)
+
+
+def _end_later(store: dist.Store, ranks: Collection[int]) -> None:
+    """Arranges that processes of a failed run on this machine are killed if they do not end by themselves: a stopped
+    process (SIGSTOP) never notices the failure. A separate process does this, because this one must end so that the
+    others notice."""
+    with suppress(RuntimeError, ValueError, OSError):
+        own = _identity(os.getpid())
+        found = [json.loads(store.get(f"process/{rank}")) for rank in ranks if store.check([f"process/{rank}"])]
+        here = [identity for identity in found if identity and own and identity[-1] == own[-1]]
+        command = [sys.executable, "-c", _ENDER, str(GRACE_SECONDS), *(f"{pid}:{start}" for pid, start, _ in here)]
+        subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+_ENDER = """
+import os, signal, sys, time
+time.sleep(float(sys.argv[1]))
+for pid, start in (word.split(":") for word in sys.argv[2:]):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[19] == start:
+                os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+def _identity(pid: int) -> list[int | str] | None:
+    """Returns the process id, its start time and the boot id of the machine. The process id alone may belong to another
+    process by now. None means that the system does not provide this information."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return [pid, started, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    except OSError:
+        return None
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """Returns a token that all processes of this start share and that no other start has.
+
+    torchrun's store outlives its restarts, and keeps what earlier processes wrote to it: their addresses and their
+    failures. The restart counter distinguishes the starts on one node, but every node has its own counter. So every
+    process publishes a random token of its own, which no earlier process knew. The first process answers each of them
+    with its own token, and all use that one.
+    """
+    own = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"meeting/{rank}", own)
+        word = store.get(f"meeting/answer to {own}").decode()
+        store.set(f"meeting/{word}/{rank}", "here")
+        return word
+    missing, answered = set(range(1, world_size)), set[bytes]()
+    deadline = time.monotonic() + timeout_seconds
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"meeting/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"meeting/{other}"]) and (theirs := store.get(f"meeting/{other}")) not in answered:
+                # This may be the token of an earlier process, which does not read the answer any more. Then a later
+                # check finds the token of the new process.
+                store.set(f"meeting/answer to {theirs.decode()}", own)
+                answered.add(theirs)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)} did not come within {timeout_seconds:g} s")
+        time.sleep(MEETING_PAUSE)
+    return own
