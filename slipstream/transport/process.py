@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,192 +22,19 @@ from torch import Tensor
 
 from .base import Exchange, Gathering, Transport
 from .buckets import Bucket, make_buckets, on_host
+from .collectives import AssemblyGathering, CircleGathering, ProcessGathering, ReplicaExchange, present
 from .failures import leave_failure, read_failure
 from .host_staging import StagedLink
-from .link import Link, Message, PeerLost, Spec, Waiting, peer_lost
+from .link import PeerLost, Waiting, peer_lost
 from .mesh import Mesh
 from .nccl import LINK_BLOCKS, Circle, NcclLink, prepare_environment
 from .nccl import new_group as new_nccl_group
+from .process_link import BrokenWork, ProcessLink
 from .shared_memory import Assembly, Ends, SharedMemoryLink, assemble, connect, shared_edges
 from .watchdog import Watchdog
 from .wire import Wire, open_wire
 
-_HEADER_LENGTH = 256
 _POLL_SECONDS = 0.0005
-
-
-@dataclass(frozen=True)
-class BrokenWork:
-    """A send or receive that could not be started. It raises its error in `wait`."""
-
-    error: RuntimeError
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise self.error
-
-
-class ProcessLink(Link):
-    """One end of a link between two processes, over torch.distributed."""
-
-    def __init__(
-        self, transport: ProcessTransport, peer: int, group: dist.ProcessGroup, device: torch.device, pinned: bool
-    ) -> None:
-        """`device` is where the messages are. With `pinned`, they are received into pinned memory, from which a GPU can
-        copy."""
-        self._transport, self._peer, self._group = transport, peer, group
-        self._device, self._pinned = device, pinned
-        self._specs: dict[str, Spec] = {}
-        self._sending: deque[tuple[list[dist.Work | BrokenWork], Message, Waiting]] = deque()
-        self._expected: deque[str] = deque()
-        self._posted: deque[tuple[list[dist.Work | BrokenWork], Message]] = deque()
-
-    def send(self, kind: str, message: Message, waiting: Waiting) -> None:
-        message = tuple(tensor.contiguous() for tensor in message)
-        if kind not in self._specs:
-            self._specs[kind] = Spec.of(message)
-            self._send((self._header(self._specs[kind]),), waiting)
-        else:
-            self._specs[kind].check(kind, message)
-        self._send(message, waiting)
-        while len(self._sending) > self._transport.max_under_way:
-            self._finish_oldest()
-
-    def _header(self, spec: Spec) -> Tensor:
-        numbers = spec.encode()
-        if len(numbers) > _HEADER_LENGTH:
-            raise ValueError(f"{len(spec.tensors)} tensors are too many to pass between two layers: pass fewer")
-        return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device=self._device)
-
-    def _send(self, message: Message, waiting: Waiting) -> None:
-        works = [self._start(dist.isend, tensor) for tensor in message]
-        # This keeps the message alive: it would be freed together with a work object that is dropped too early.
-        self._sending.append((works, message, waiting))
-
-    def _finish_oldest(self) -> None:
-        """Waits for the oldest send. Waiting is the only way to learn that a gloo send is complete. So this is called
-        only at a flush, or when the message must have been taken long ago."""
-        works, _, waiting = self._sending.popleft()
-        for work in works:
-            self._transport.wait(work, waiting, self._peer)
-
-    def _start(self, operation: Callable[..., Any], tensor: Tensor) -> dist.Work | BrokenWork:
-        """Starts a send or receive. A peer that is gone does not raise an error here. It raises one in `wait`, where
-        the message can say what the stage waited for."""
-        try:
-            return operation(tensor, self._transport.rank_of(self._peer), group=self._group)
-        except RuntimeError as error:
-            return BrokenWork(error)
-
-    def expect(self, kind: str) -> None:
-        self._expected.append(kind)
-        self._post()
-
-    def _post(self) -> None:
-        """Posts the receives of expected messages, in order, as far as their shapes are known. They go into fresh
-        tensors: a receive does not increase a tensor's version counter, and the graph of an older microbatch may still
-        hold the previous tensor."""
-        while self._expected and (spec := self._specs.get(self._expected[0])) is not None:
-            self._expected.popleft()
-            message = tuple(
-                torch.empty(shape, dtype=dtype, device=self._device, pin_memory=self._pinned)
-                for dtype, shape in spec.tensors
-            )
-            works = [self._start(dist.irecv, tensor) for tensor in message]
-            self._posted.append((works, message))
-
-    def take(self, waiting: Waiting) -> Message:
-        if not self._posted:
-            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-            self._transport.wait(self._start(dist.irecv, header), waiting, self._peer)
-            self._specs[self._expected[0]] = Spec.decode(header.tolist())
-            self._post()
-        works, message = self._posted.popleft()
-        for work in works:
-            self._transport.wait(work, waiting, self._peer)
-        return message
-
-    def flush(self) -> None:
-        while self._sending:
-            self._finish_oldest()
-        self._specs.clear()
-
-    def close(self) -> None:
-        """Does nothing: the transport destroys all groups together."""
-
-
-class ProcessGathering(Gathering):
-    """A gather over gloo."""
-
-    def __init__(
-        self,
-        transport: ProcessTransport,
-        work: dist.Work,
-        tensor: Tensor,
-        gathered: list[Tensor],
-        device: torch.device,
-    ) -> None:
-        self._transport, self._work, self._tensor, self._gathered = transport, work, tensor, gathered
-        self._device = device
-
-    def wait(self, waiting: Waiting) -> list[Tensor]:
-        self._transport.wait(self._work, waiting, None)
-        return [tensor.to(self._device) for tensor in self._gathered]
-
-
-@dataclass(frozen=True)
-class CircleGathering(Gathering):
-    """A gather over NCCL."""
-
-    circle: Circle
-    tensor: Tensor
-    num_stages: int
-
-    def wait(self, waiting: Waiting) -> list[Tensor]:
-        flat = self.tensor.contiguous().view(-1)
-        gathered = flat.new_empty(self.num_stages * flat.numel())
-        self.circle.run(
-            lambda: [dist.all_gather_into_tensor(gathered, flat, group=self.circle.group, async_op=True)], waiting
-        )
-        return [part.view_as(self.tensor) for part in gathered.chunk(self.num_stages)]
-
-
-@dataclass(frozen=True)
-class AssemblyGathering(Gathering):
-    """A gather through an Assembly, between processes of one machine."""
-
-    assembly: Assembly
-    tensor: Tensor
-    num_stages: int
-
-    def wait(self, waiting: Waiting) -> list[Tensor]:
-        return self.assembly.gather(self.tensor, self.num_stages, waiting)
-
-
-class ReplicaExchange(Exchange):
-    """A sum or broadcast of buckets between the replicas of a stage."""
-
-    def __init__(
-        self,
-        transport: ProcessTransport,
-        buckets: Sequence[Bucket],
-        start: Callable[[Bucket], Any],
-        receives: bool,
-        circle: Circle | None,
-    ) -> None:
-        """`receives` says who gets a bucket: the replicas that do not own it (True) or its owner (False). `circle` is
-        given over NCCL: there nothing starts before all replicas wait for it."""
-        self._transport, self._buckets, self._receives = transport, buckets, receives
-        self._circle, self._start = circle, start
-        self._works = [present(start(bucket)) for bucket in buckets] if circle is None else []
-
-    def wait(self, waiting: Waiting) -> None:
-        if self._circle is not None:
-            self._circle.run(lambda: [self._start(bucket) for bucket in self._buckets], waiting)
-        for work in self._works:
-            self._transport.wait(work, waiting, None)
-        for bucket in self._buckets:
-            if bucket.owner is None or (bucket.owner != self._transport.replica) == self._receives:
-                bucket.put_back()
 
 
 class ProcessTransport(Transport):
@@ -359,8 +185,13 @@ class ProcessTransport(Transport):
 
     def _link(self, peer: int, group: dist.ProcessGroup) -> ProcessLink | StagedLink:
         if not self._is_staged:
-            return ProcessLink(self, peer, group, self.device, pinned=False)
-        return StagedLink(ProcessLink(self, peer, group, torch.device("cpu"), self.device.type == "cuda"), self.device)
+            return self._process_link(peer, group, self.device, pinned=False)
+        host = torch.device("cpu")
+        return StagedLink(self._process_link(peer, group, host, self.device.type == "cuda"), self.device)
+
+    def _process_link(self, peer: int, group: dist.ProcessGroup, device: torch.device, pinned: bool) -> ProcessLink:
+        wait = partial(self.wait, peer=peer)
+        return ProcessLink(group, self.rank_of(peer), wait, self._max_under_way, device, pinned)
 
     def rank_of(self, stage: int) -> int:
         """Returns the rank of a stage in this replica."""
@@ -429,9 +260,9 @@ class ProcessTransport(Transport):
             tensor = on_host(tensor)
         gathered = [torch.empty_like(tensor) for _ in stages]
         work = present(dist.all_gather(gathered, tensor, group=group, async_op=True))
-        return ProcessGathering(self, work, tensor, gathered, device)
+        return ProcessGathering(self.wait, work, tensor, gathered, device)
 
-    def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None) -> None:
+    def wait(self, work: dist.Work | BrokenWork, waiting: Waiting, peer: int | None = None) -> None:
         """Blocks until `work`, over gloo, is done."""
         started = time.monotonic()
         try:
@@ -450,7 +281,7 @@ class ProcessTransport(Transport):
             return dist.reduce(bucket.flat, owner, group=group, async_op=True)
 
         buckets = make_buckets(tensors, owners or [None] * len(tensors), self._is_staged)
-        return ReplicaExchange(self, buckets, start, receives=False, circle=circle)
+        return ReplicaExchange(self.wait, self.replica, buckets, start, receives=False, circle=circle)
 
     def open_sharing(self) -> None:
         if self._sharing is None:
@@ -465,7 +296,7 @@ class ProcessTransport(Transport):
             return dist.broadcast(bucket.flat, self._mesh.rank(bucket.owner, self.stage), group=group, async_op=True)
 
         return ReplicaExchange(
-            self, make_buckets(tensors, owners, self._is_staged), start, receives=True, circle=circle
+            self.wait, self.replica, make_buckets(tensors, owners, self._is_staged), start, receives=True, circle=circle
         )
 
     def tell_first(self, numbers: Sequence[int]) -> None:
@@ -499,7 +330,7 @@ class ProcessTransport(Transport):
         """Waits for all ranks, over NCCL only: there all ranks create and destroy connections together, and do nothing
         else meanwhile."""
         if self._backend == "nccl":
-            self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: what, None)
+            self.wait(present(dist.all_reduce(torch.zeros(1), async_op=True)), lambda: what)
 
     def limit(self, what: Waiting) -> AbstractContextManager[None]:
         # The waits in Python time out a little earlier, with a message of their own.
@@ -521,10 +352,3 @@ class ProcessTransport(Transport):
 
 def _group_and_circle(group: dist.ProcessGroup | Circle | None) -> tuple[dist.ProcessGroup, Circle | None]:
     return (group.group, group) if isinstance(group, Circle) else (present(group), None)
-
-
-def present(value: Any) -> Any:
-    """Returns the value, which must not be None. torch declares that these calls return None for ranks outside the
-    group, but here every rank is inside."""
-    assert value is not None
-    return value
