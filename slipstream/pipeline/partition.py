@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from torch import nn
 
@@ -57,6 +58,15 @@ def cut(model: nn.Sequential, sizes: Sequence[int], stage: int) -> nn.Sequential
     first = sum(sizes[:stage])
     layers = list(model.named_children())[first : first + sizes[stage]]
     return nn.Sequential(OrderedDict(layers))
+
+
+def own_layers(layers: nn.Sequential, is_given_to_others: bool) -> nn.Sequential:
+    """Returns the layers, or a copy of them if other stages or replicas have the same tensors: a model that is given to
+    threads, or that multiprocessing has put into shared memory. Each of them would otherwise update the tensors of
+    all."""
+    tensors = chain(layers.parameters(), layers.buffers())
+    is_shared = is_given_to_others or any(not tensor.is_meta and tensor.is_shared() for tensor in tensors)
+    return copy.deepcopy(layers) if is_shared else layers
 
 
 @dataclass(frozen=True)

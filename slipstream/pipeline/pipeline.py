@@ -28,7 +28,16 @@ from ..transport.base import Transport
 from .clock import Clock
 from .compiled import COMPILER, Backend, Compiled
 from .executor import Executor
-from .partition import Tied, check_sizes, cut, first_trained_stage, partition, tied_parameters, trainable_names
+from .partition import (
+    Tied,
+    check_sizes,
+    cut,
+    first_trained_stage,
+    own_layers,
+    partition,
+    tied_parameters,
+    trainable_names,
+)
 from .recompute import Recomputing
 from .reduction import Requests
 from .task import Data, Evaluation, EvaluationReport, Loss, StepReport, Task
@@ -145,7 +154,8 @@ class Pipeline:
         transport.max_under_way = self.schedule.max_in_flight + (evaluation.num_batches if evaluation else 0)
         for stages in sorted({weight.stages for weight in tied.values()}):
             transport.open_group(stages)
-        module = _stage_module(model, cut(model, sizes, stage), recompute, compile)
+        own = own_layers(cut(model, sizes, stage), transport.shares_objects)
+        module = _stage_module(model, own, recompute, compile)
         if prepare is not None:
             trainable = trainable_names(module)
             prepare(module)

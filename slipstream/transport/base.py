@@ -47,6 +47,8 @@ class Transport(ABC):
     """Number of copies of the whole pipeline. The links and gathers of a stage stay within its own replica."""
     device: torch.device = torch.device("cpu")
     """Device of the tensors that processes exchange. Threads exchange tensors of any device."""
+    shares_objects: bool = False
+    """Whether stages are threads of one process, which are given the same model."""
     timeout_seconds: float
     max_under_way: int = 1
     """Number of messages per link that may be sent but not yet taken. The sender waits if there are more."""

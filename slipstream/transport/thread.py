@@ -146,6 +146,8 @@ class ThreadExchange(Exchange):
 class ThreadTransport(Transport):
     """The transport of one stage that is a thread."""
 
+    shares_objects = True
+
     def __init__(self, world: ThreadMesh, stage: int, replica: int) -> None:
         self.stage, self.num_stages, self.timeout_seconds = stage, world.num_stages, world.timeout_seconds
         self.replica, self.num_replicas = replica, world.num_replicas
