@@ -83,7 +83,7 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         NOTE,
-        "A configuration has eight sections. Write a field in a TOML file:",
+        f"A configuration has {len(SECTIONS)} sections. Write a field in a TOML file:",
         "    [train]\n    steps = 200",
         "or give it on the command line, where `_` becomes `-`: `--train.steps 200`, `--train.microbatch-size 4`. "
         "An option wins over the file. `slipstream init PRESET` writes a file with every field and its meaning. "
@@ -201,7 +201,8 @@ def option(member: dataclasses.Field[Any]) -> tuple[str, str]:
         return flag, ", required"
     if isinstance(value, bool):
         return flag, f", on by default; `--no-{flag[2:]}` turns it off" if value else ", off by default"
-    return (flag, "") if value in (None, ()) else (f"{flag} {value}", "")
+    shown = value if str(value).isprintable() else repr(value)
+    return (flag, "") if value in (None, ()) else (f"{flag} {shown}", "")
 
 
 def default_of(member: dataclasses.Field[Any]) -> Any:

@@ -129,3 +129,5 @@ def _end_stages_on_signals() -> None:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_DFL:  # do not replace a handler: nohup ignores SIGHUP on purpose
             signal.signal(signum, interrupt)
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda signum, frame: None)  # a request to save, before there is anything to save

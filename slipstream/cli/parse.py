@@ -46,6 +46,7 @@ def parse(
     "slipstream train [CONFIG.toml]". The help text shows it, and the description, which is by default the docstring of
     `cls`."""
     command = " ".join(prog.split()[:2])
+    arguments = _capitalised(cls, arguments)
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -72,6 +73,24 @@ def options_of(cls: Any, where: str = "") -> dict[str, Any]:
     for name, hint in typing.get_type_hints(cls).items():
         options |= options_of(hint, f"{where}{name}.") if dataclasses.is_dataclass(hint) else {f"{where}{name}": hint}
     return options
+
+
+BOOLEANS = ("true", "false")
+
+
+def _capitalised(cls: Any, arguments: list[str]) -> list[str]:
+    """Returns the arguments with True for true and False for false after an option that may also be not set: tyro takes
+    only these."""
+    options, found = options_of(cls), list(arguments)
+    takes_none = {f"--{path}".replace("_", "-") for path, hint in options.items() if hint == bool | None}
+    for index, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        before = arguments[index - 1] if index else ""
+        if option.replace("_", "-") in takes_none and value in BOOLEANS:
+            found[index] = f"{option}={value.capitalize()}"
+        elif argument in BOOLEANS and before.replace("_", "-") in takes_none:
+            found[index] = argument.capitalize()
+    return found
 
 
 def _explain(cls: Any, arguments: list[str], command: str) -> str:

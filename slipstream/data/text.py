@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from ..config.files import expand_home
+from ..config.files import expand_home, read_plain_file
 from .tokens import DataError
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")
@@ -117,7 +117,7 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
     return Tokenizer(
         name=name_of(path.name, source),
         vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=0) + 1,
-        end_of_text=_end_of_text(library.token_to_id, tokenizer, section, end_of_text),
+        end_of_text=_end_of_text(library.token_to_id, tokenizer, section, end_of_text or end_of_folder(path.parent)),
         encode=lambda texts: [each.ids for each in library.encode_batch(texts, add_special_tokens=False)],
         source=source,
     )
@@ -155,6 +155,21 @@ def _end_of_text(id_of: Callable[[str], int | None], tokenizer: str, section: st
     if found is None:
         raise DataError(f"{section}end_of_text is {name!r}, which is no token of {tokenizer!r}: name one that is.")
     return found
+
+
+def end_of_folder(folder: Path) -> str | None:
+    """Returns the token that ends a document, as the tokenizer_config.json of a folder names it."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    try:
+        token = json.loads(read_plain_file(path))["eos_token"]
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{str(path)!r} cannot be read ({error}): repair it, or remove it.") from error
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
 
 
 def token_ids(tokenizer_json: bytes) -> dict[str, int]:

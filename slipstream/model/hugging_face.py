@@ -137,13 +137,15 @@ def config_json(config: ModelConfig, dtype: str, end_of_text: int | None) -> dic
 
 def pretrained_with(found: Mapping[str, Any]) -> str | None:
     """Returns the optimizer that made the weights, if config.json says so. Those that slipstream writes do."""
-    optimizer = (found.get("slipstream") or {}).get("optimizer")
+    optimizer = (found.get("slipstream") or {}).get("optimizer") if isinstance(found, Mapping) else None
     return None if optimizer is None else str(optimizer)
 
 
 def fields_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the decoder that a config.json describes. Raises ValueError with what the decoder cannot
     compute."""
+    if not isinstance(found, Mapping):
+        raise KeyError("model_type")
     kind = found.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"its model_type is {kind!r}, and only {', '.join(ARCHITECTURES)} can be read")

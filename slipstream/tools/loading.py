@@ -19,7 +19,7 @@ from ..config.rules import trains_all
 from ..config.schema import Config, ModelSection
 from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
-from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, token_ids
+from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, end_of_folder, token_ids
 from ..errors import UsageError
 from ..model.hugging_face import fields_of
 from ..model.spec import ModelSpec
@@ -103,16 +103,17 @@ def _tokenizer(path: Path, config: Config, model: ModelSpec) -> tuple[bytes | No
     names = ENDS_OF_TEXT if config.data.end_of_text is None else (config.data.end_of_text,)
     if (path / "tokenizer.json").is_file():
         text = read_plain_file(path / "tokenizer.json")
-        if (path / "tokenizer_config.json").is_file():
-            token = json.loads(read_plain_file(path / "tokenizer_config.json")).get("eos_token")
-            name = token.get("content") if isinstance(token, dict) else token
-            names = (name,) if name else names
+        names = (name,) if (name := end_of_folder(path)) else names
     elif config.data.tokenizer == "bytes" and model.vocab_size == len(BYTES):
         text = (json.dumps(byte_tokenizer()) + "\n").encode()
         names = (BYTES[0],)
     else:
         return None, None, None
-    ids = token_ids(text)
+    try:
+        ids = token_ids(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        place = path / "tokenizer.json"
+        raise UsageError(f"{str(place)!r} is no tokenizer ({error!r}): repair it, or remove it") from error
     end = None if config.data.end_of_text == NO_END_OF_TEXT else next((name for name in names if name in ids), None)
     return text, end, None if end is None else ids[end]
 

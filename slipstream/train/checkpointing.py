@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -20,6 +19,7 @@ from ..config.schema import Config
 from ..model.spec import ModelSpec
 from ..pipeline import Pipeline, Requests, StepReport
 from ..pipeline.checkpoints import StageWriter
+from ..transport.environment import is_first_process
 from ..transport.stage_processes import INTERRUPTED, is_ignored
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -38,6 +38,7 @@ class SignalRequests:
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {n: signal.signal(n, self._hear) for n in SIGNALS if not is_ignored(n)}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them while stages start
 
     def close(self) -> None:
         """Restores the signal handlers that were installed before."""
@@ -54,7 +55,7 @@ class SignalRequests:
         if number == signal.SIGINT:
             self.was_interrupted = True
             signal.signal(number, self._before[signal.SIGINT])
-            if os.environ.get("RANK", "0") == "0":
+            if is_first_process():
                 print(INTERRUPTED, file=sys.stderr, flush=True)
 
     def __call__(self) -> Requests:

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..model.spec import ModelSpec
 from ..optim import Group
 from ..optim.groups import assign
-from ..transport.environment import under_torchrun
+from ..transport.environment import first_address, under_torchrun, world_size
 
 MAX_STAGES_PER_CORE = 32
 """Largest number of stages per CPU core. Each stage is a process that has loaded torch, which takes a few hundred
@@ -23,27 +23,28 @@ megabytes."""
 
 
 def check_torchrun(config: Config) -> None:
-    stages, replicas, world_size = config.pipeline.stages, config.pipeline.replicas, int(os.environ["WORLD_SIZE"])
-    if config.pipeline.transport == "thread" and world_size > 1:
+    stages, replicas, num_started = config.pipeline.stages, config.pipeline.replicas, world_size()
+    if config.pipeline.transport == "thread" and num_started > 1:
         raise ConfigError(
-            f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {world_size}: "
+            f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {num_started}: "
             "set pipeline.transport = 'process', or leave torchrun out"
         )
-    if config.pipeline.transport == "thread" or (needed := num_processes(config)) == world_size:
+    if config.pipeline.transport == "thread" or (needed := num_processes(config)) == num_started:
+        first_address()  # raises what is wrong with it
         return
     if needed != stages * replicas:
         raise ConfigError(
-            f"pipeline.processes or pipeline.reshape come to {needed} processes, and torchrun started {world_size}: "
-            f"start {needed}, or set pipeline.processes = {world_size}"
+            f"pipeline.processes or pipeline.reshape come to {needed} processes, and torchrun started {num_started}: "
+            f"start {needed}, or set pipeline.processes = {num_started}"
         )
     if replicas > 1:
         raise ConfigError(
-            f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not the {world_size} processes that "
+            f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not the {num_started} processes that "
             f"torchrun started: start {needed}, or change one of them"
         )
     raise ConfigError(
-        f"pipeline.stages = {stages} is not the {world_size} processes that torchrun started: "
-        f"set pipeline.stages = {world_size}, or start {stages}"
+        f"pipeline.stages = {stages} is not the {num_started} processes that torchrun started: "
+        f"set pipeline.stages = {num_started}, or start {stages}"
     )
 
 

@@ -37,7 +37,7 @@ from ..transport.world import World
 from .build import Components
 from .checkpointing import Saver, SignalRequests, checkpoint_store
 from .reshape import Commands, Phase, Reshaping
-from .resume import corpus_facts, sync_start_steps
+from .resume import configuration_text, corpus_facts, difference, sync_start_steps
 from .run_folder import run_folder
 
 
@@ -65,7 +65,9 @@ def train_process(world: World, config: Config, facts: LaunchFacts, signals: Sig
 
     signals: requests shared by all threads. None means that this process handles signals itself.
     """
-    facts = facts.as_first(world)
+    facts, own = facts.as_first(world), configuration_text(config)
+    if (message := difference(world.as_first("configuration", own), own, world.rank)) is not None:
+        raise PipelineError(world.fail(message))
     if facts.is_over:
         return
     store = checkpoint_store(config, run_folder(config), facts.attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from ..optim.groups import assign
 from ..schedule import Schedule
 from .build import Components
 from .checkpointing import base_facts, batch_facts
+from .run_folder import unwritable
 
 UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
 """Settings that describe how the run is launched, not the run itself. Changes of these are not reported."""
@@ -37,6 +39,34 @@ MODEL_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "train.fre
 """Settings that decide which weights a checkpoint has, and what they mean."""
 
 SAMPLE_TOKENS = 2**16
+
+
+PLACES = (
+    "run.folder",
+    "data.sources",
+    "data.validation_sources",
+    "data.tokenizer",
+    "model.initial",
+    "pipeline.profile",
+)
+"""Fields that name files. They may differ between hosts."""
+
+
+def configuration_text(config: Config) -> str:
+    """Returns the configuration as JSON, to compare it between processes."""
+    return json.dumps({name: value for name, value in _flat(asdict(config)).items() if name not in PLACES})
+
+
+def difference(first: str, own: str, rank: int) -> str | None:
+    """Returns a sentence about the first field whose value is another than in the first process, or None."""
+    theirs, ours = json.loads(first), json.loads(own)
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            return (
+                f"{name} = {value!r} on rank {rank} is {theirs.get(name)!r} on rank 0: start all ranks with the same "
+                "configuration"
+            )
+    return None
 
 
 def corpus_facts(batches: Batches) -> dict[str, Any]:
@@ -90,8 +120,11 @@ def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]
 
 def keep_configuration(folder: Path, step: int) -> None:
     """Renames config.toml, so that the configuration of the steps so far is kept."""
-    with suppress(FileNotFoundError):
-        (folder / "config.toml").replace(folder / f"config.until-step-{step}.toml")
+    try:
+        with suppress(FileNotFoundError):
+            (folder / "config.toml").replace(folder / f"config.until-step-{step}.toml")
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:

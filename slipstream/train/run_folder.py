@@ -37,7 +37,7 @@ def check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
             return
         is_run = (folder / "config.toml").exists() and not folder.is_symlink()
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     if resumes and is_run:
         return
     if not overwrite:
@@ -67,10 +67,10 @@ def make_folder(folder: Path, config: Config, components: Components, keep: bool
         for parent in made:  # a run that cannot start leaves no folders behind
             with suppress(OSError):
                 parent.rmdir()
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
+def unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"run.folder = {str(folder.parent)!r} cannot take the folder {folder.name!r} ({error.strerror}): use another"
     )

@@ -5,7 +5,6 @@ The trainer uses `Pipeline` and `launch_world` in the same way as any other prog
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from functools import partial
@@ -18,7 +17,7 @@ from ..config.models import with_model
 from ..config.rules import validate
 from ..config.schema import Config
 from ..observe.console import Screen
-from ..transport.environment import under_torchrun
+from ..transport.environment import is_first_process, under_torchrun
 from ..transport.launch import launch_world
 from .build import build_components
 from .checkpointing import SIGNALS, SignalRequests, checkpoint_store
@@ -36,7 +35,7 @@ def train(config: Config) -> None:
     Under torchrun every rank calls this function.
     """
     torch.set_num_threads(1)  # it computes nothing, and a process with one thread is safe to fork
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_first = is_first_process()
     validate(config)
     unused = list(notes(config))
     config = settled(config)

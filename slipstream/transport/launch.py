@@ -6,7 +6,6 @@ If a stage fails or dies, all of them end, with one message.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch
 from ..errors import PipelineError, StageFailure
 from .base import Transport
 from .computing_threads import begin_computing_thread
-from .environment import under_torchrun
+from .environment import under_torchrun, world_size
 from .link import PeerLost, place_of
 from .mesh import Mesh
 from .stage_main import LaunchOptions, Result, WorldWorker, no_room
@@ -63,7 +62,7 @@ def launch(
     are spawned.
     """
     mesh = Mesh(num_stages, num_replicas, placement)
-    if under_torchrun() and not threads and (size := int(os.environ["WORLD_SIZE"])) != mesh.size:
+    if under_torchrun() and not threads and (size := world_size()) != mesh.size:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise StageFailure(
             f"torchrun started {size} processes for {num_stages} stages{replicas}: make the two numbers the same"

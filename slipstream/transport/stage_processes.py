@@ -25,6 +25,9 @@ from .computing_threads import await_ended_threads
 from .failures import read_failure
 from .stage_main import GRACE_SECONDS, LaunchOptions, Result, WorldWorker, no_room, run_stage
 
+WAITING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that are blocked while stages start."""
+
 INTERRUPTED = "slipstream: interrupted, and ending when all is saved; once more ends it at once"
 
 
@@ -40,13 +43,15 @@ def launch_processes(
         context.set_forkserver_preload(["slipstream.pipeline"])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
+    # A signal that comes while stages start waits until it can be forwarded. Raised inside a fork, it would be lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WAITING)
     try:
         for rank in range(options.size):
             try:
                 ours, theirs = context.Pipe()
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_process_main,
-                    args=(worker, rank, options, theirs),
+                    args=(worker, rank, options, theirs, forwarded),
                     name=options.name(rank),
                     daemon=True,
                 )
@@ -64,8 +69,10 @@ def launch_processes(
             with suppress(BrokenPipeError, ConnectionResetError):
                 pipe.send(store.port)
         with _forwarding(forwarded, processes):
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return _collect(processes, pipes, store, options)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -120,11 +127,15 @@ def _can_pickle(worker: WorldWorker[Any]) -> bool:
     return True
 
 
-def _process_main(worker: WorldWorker[Any], rank: int, options: LaunchOptions, pipe: Connection) -> None:
+def _process_main(
+    worker: WorldWorker[Any], rank: int, options: LaunchOptions, pipe: Connection, forwarded: Sequence[signal.Signals]
+) -> None:
     # Objects inherited by a fork belong to the parent: their threads do not exist here, and collecting them could
     # abort.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its stages itself
+    # The worker unblocks the signals that are forwarded to it, once it handles them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(WAITING) - set(forwarded))
     threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=options.timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import PipelineError, StageFailure
+from .environment import first_address, is_first_process
 from .link import PeerLost
 from .stage_main import GRACE_SECONDS, LaunchOptions, Result, WorldWorker, run_stage
 
@@ -23,6 +25,7 @@ MEETING_PAUSE = 0.01
 
 
 def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
+    _await_first_process(options.timeout_seconds)
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=options.timeout)))
     except (OSError, RuntimeError, ValueError) as error:
@@ -49,6 +52,24 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
     finally:
         if is_done:
             _take_leave(own_store, rank, world_size if keeps_store else 0, seconds)
+
+
+def _await_first_process(timeout_seconds: float) -> None:
+    """Waits until the process with rank 0 can be reached. torch would try twice as long, and print its stack."""
+    if is_first_process() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    (host, port), deadline = first_address(), time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise StageFailure(
+                    f"stage {os.environ['RANK']} does not reach rank 0 at MASTER_ADDR:MASTER_PORT = {host}:{port} "
+                    f"within {timeout_seconds:g} s ({error}): start rank 0, or correct the address"
+                ) from None
+        time.sleep(MEETING_PAUSE)
 
 
 def _take_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -336,10 +337,11 @@ def test_under_torchrun_a_stage_speaks_for_itself_in_one_line(tiny, capsys, monk
         raise ConnectionError("the world\nis not there")
 
     monkeypatch.setattr("torch.distributed.rendezvous", fail)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
     assert cli.run(["train", *as_arguments(changed(tiny, pipeline__transport="process"))]) == 1
-    assert capsys.readouterr().err.startswith("slipstream: stage 1 does not find the others: the world is not there")
+    assert capsys.readouterr().err.startswith("slipstream: stage 0 does not find the others: the world is not there")
 
 
 def test_torchrun_trains_to_the_same_weights_as_a_run_that_starts_its_own_stages(tiny, capsys):
@@ -356,19 +358,49 @@ def test_torchrun_trains_to_the_same_weights_as_a_run_that_starts_its_own_stages
     assert summaries[0]["parameter_checksum"] == summaries[1]["parameter_checksum"]
 
 
-def test_ranks_that_are_started_by_hand_all_end_well(tiny):
-    """As srun starts them: the first rank keeps the store, as no torchrun does, and must leave after the others."""
-    config = changed(tiny, run__name="by hand", pipeline__transport="process")
+def started_by_hand(configs: dict[int, Config]) -> tuple[list[int], list[str]]:
+    """Exit codes of two ranks, or of one of them, and what they say on stderr."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = [sys.executable, "-m", "slipstream", "train", *as_arguments(config)]
+    command = [sys.executable, "-m", "slipstream", "train"]
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **world, "RANK": rank}, stderr=subprocess.PIPE, text=True)
-        for rank in "01"
+        subprocess.Popen(
+            [*command, *as_arguments(changed(config, run__name="by hand", pipeline__transport="process"))],
+            env={**os.environ, **world, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, config in configs.items()
     ]
     said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return [rank.returncode for rank in ranks], said
+
+
+def test_ranks_that_are_started_by_hand_all_end_well(tiny):
+    """As srun starts them: the first rank keeps the store, as no torchrun does, and must leave after the others."""
+    codes, said = started_by_hand({0: tiny, 1: tiny})
+    assert codes == [0, 0], said
+
+
+def test_ranks_with_different_configurations_do_not_train_together(tiny):
+    codes, said = started_by_hand({0: tiny, 1: changed(tiny, train__seed=3)})
+    assert codes == [1, 1], said
+    assert "train.seed = 3 on rank 1 is 0 on rank 0: start all ranks with the same configuration" in said[0]
+
+
+def test_a_rank_that_does_not_find_the_first_one_says_so_in_time(tiny):
+    started = time.monotonic()
+    codes, said = started_by_hand({1: changed(tiny, pipeline__timeout_seconds=2.0)})
+    assert codes == [1] and time.monotonic() - started < 60
+    assert "does not reach rank 0 at MASTER_ADDR:MASTER_PORT = 127.0.0.1:" in said[0] and said[0].count("\n") == 1
+
+
+def test_a_rank_without_a_world_is_a_run_of_its_own(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert cli.run(["train", *as_arguments(tiny)]) == 0
+    assert cli.run(["train", *as_arguments(tiny)]) == 2
+    assert "run.name = 'tiny' has been used" in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus_are_refused_unless_that_is_what_is_wanted(tiny, monkeypatch):

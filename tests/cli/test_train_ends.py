@@ -97,6 +97,22 @@ def test_a_killed_stage_ends_the_run_with_one_message_that_names_it(tiny):
     assert re.search(r" is gone: stage [02] was waiting for (the|its) \w+", said)
 
 
+@linux
+@forks
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_stages_start_is_not_lost(tiny, number):
+    config = changed(tiny, train__steps=10**6, pipeline__transport="process", evaluation__batches=0)
+    training = Training(as_arguments(config), Path(tiny.run.folder).parent)
+    try:
+        while not children(training.pid):
+            time.sleep(0.0005)
+        os.kill(training.pid, number)
+        code, said = training.end()
+    finally:
+        training.kill()
+    assert code == (0 if number == signal.SIGTERM else 130) and "Traceback" not in said, said
+
+
 FAULTY = """
 import multiprocessing, torch
 

@@ -379,6 +379,16 @@ def test_documents_end_with_the_token_whatever_a_tokenizer_calls_it(tmp_path: Pa
     assert said == ["documents: 2, each with token 0 at its end; 5 tokens, 5.00 bytes of the files to a token"]
 
 
+def test_the_end_of_text_that_a_folder_names_is_taken(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(Path(tokenizer).read_text().replace("<|endoftext|>", "<|fin|>"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|fin|>"}}')
+    (tmp_path / "a.txt").write_text("the cat\n<|endoftext|>\nsat")
+    config = DataConfig(sources=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path), validation_fraction=0)
+    assert everything(load_corpus(config).train).tolist() == [2, 3, 0, 300, 0]
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    refused(config, "tokenizer_config.json' cannot be read")
+
+
 def test_an_end_of_text_that_is_not_found_is_refused_unless_none_is_wanted(tmp_path: Path, tokenizer: str) -> None:
     odd = tmp_path / "odd.json"
     odd.write_text(Path(tokenizer).read_text().replace("<|endoftext|>", "<|fin|>"))

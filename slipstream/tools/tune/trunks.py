@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ...checkpoint.files import write_file
+from ...checkpoint.hugging_face import fingerprint
 from ...config.optimizers import learning_rate
 from ...config.schema import Config
 from ...data import text_size
@@ -82,7 +83,9 @@ class Laboratory:
     def trunk(self, proxy: Proxy, rate: float, sequences: int, is_late: bool) -> Record:
         rate = float(f"{rate:.3g}")
         cell, horizons = proxy.cell(rate, sequences, is_late), proxy.horizons(sequences)
-        name = hashlib.sha256(f"{cell.id} {horizons}".encode()).hexdigest()[:12]
+        initial = cell.config.model.initial
+        weights = fingerprint(Path(initial)) if initial else ""  # the folder may have others by now
+        name = hashlib.sha256(f"{cell.id} {horizons} {weights}".rstrip().encode()).hexdigest()[:12]
         if name in self.records:
             return self.records[name]
         path = self._folder / f"{name}.json"
@@ -121,7 +124,12 @@ def sentence(record: Record) -> str:
 
 def _read(path: Path) -> Record:
     try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
+        record = Record(**json.loads(path.read_text(encoding="utf-8")))
+        if not record.losses or len(record.losses) != len(record.steps):
+            raise ValueError(f"it has {len(record.losses)} losses of {len(record.steps)} branches")
+        record.ends()
+        sentence(record)
+        return record
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} is no record of a trunk ({error}): remove it, and it is run again") from error
 

@@ -309,6 +309,13 @@ def test_trials_find_a_rate_and_a_batch_that_no_law_knows(rate, batch, num_trial
     runs.clear()
     assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
     assert not runs and read(tmp_path / "out") == tree
+    other = shutil.copytree(folder, tmp_path / "folder")
+    assert tune("--trials", "20%", *out, config=continued(other), tokens=1e6) == 0
+    runs.clear()
+    [weights] = other.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    assert tune("--trials", "20%", *out, config=continued(other), tokens=1e6) == 0
+    assert len(runs) == num_trials  # the folder has other weights than before
 
 
 def test_trials_train_the_weights_of_the_folder(tmp_path, folder, monkeypatch):
