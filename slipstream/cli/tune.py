@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -77,7 +77,7 @@ class TuneArguments(Config):
 
 def main(arguments: list[str]) -> None:
     given, _, _ = parse_with_config(TuneArguments, arguments, "tune")
-    config = config_of(given)
+    config = config_of(_with_enough_microbatches(given))
     budget, trials = _check(given)
     if not trains_all(config):
         raise UsageError("adapter.rank and train.freeze are unknown to slipstream tune: its laws are of whole models")
@@ -128,6 +128,13 @@ def main(arguments: list[str]) -> None:
     tuning = Tuning(name, chosen, batch, size, tokens, laws, said, prediction, fit, records, budget or 0.0, tried)
     _print(screen, tuning)
     _write(tuning, folder, screen)
+
+
+def _with_enough_microbatches(given: TuneArguments) -> TuneArguments:
+    """Returns the arguments with as many microbatches as the schedule needs: a tuning chooses their number itself."""
+    section = given.pipeline
+    least = 2 * section.stages if section.depth == "double" else section.stages
+    return replace(given, pipeline=replace(section, microbatches=max(section.microbatches, least)))
 
 
 def _check(given: TuneArguments) -> tuple[float | None, float | None]:

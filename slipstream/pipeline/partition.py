@@ -99,6 +99,14 @@ def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, Tie
     }
 
 
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Returns the names of every parameter that has several within the module."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
 def trainable_names(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 

@@ -31,6 +31,7 @@ from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_be
 from ..observe.torch_profile import TorchProfile
 from ..pipeline import Evaluation, EvaluationPart, EvaluationReport, Pipeline, Requests, StepReport
 from ..pipeline.checkpoints import StageWriter
+from ..pipeline.partition import tied_names
 from ..pipeline.weight_versions import cast_frozen
 from ..transport.base import Transport
 from ..transport.world import World
@@ -278,7 +279,12 @@ def make_pipeline(
     def materialise(layers: nn.Sequential) -> None:
         layers.to(getattr(torch, config.train.dtype))
         cast_frozen(layers, precision_of(config).compute)
-        layers.to_empty(device=device)
+        tied = tied_names(layers)
+        layers.to_empty(device=device)  # a shared parameter becomes one for each of its owners
+        for first, *others in tied:
+            for other in others:
+                place, _, name = other.rpartition(".")
+                setattr(layers.get_submodule(place), name, layers.get_parameter(first))
         # A state has no frozen weights. They are made as at the start.
         is_whole = start is not None and trains_all(config)
         components.model.initialise(layers, None if is_whole else config.train.seed)

@@ -66,6 +66,29 @@ def test_a_model_of_the_readers_own_is_trained_resumed_planned_and_studied(folde
     assert run(["study", "own.toml", "--jobs", "1"]) == 0
 
 
+TIED = """
+@dataclass(frozen=True)
+class TiedModel(ShiftModel):
+    def layers_and_loss(self, loss_chunk_tokens=0):
+        model, loss = super().layers_and_loss(loss_chunk_tokens)
+        first, *_, last = model.children()
+        last.weight = first.weight
+        return model, loss
+"""
+
+
+def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_and_on_two(folder, text_file):
+    (folder / "mymodels.py").write_text(code_of("add_model.md")[0] + TIED)
+    model = ["--model.name", "mymodels.TiedModel", "--model.dim", "16", "--data.sources", str(text_file)]
+    losses = []
+    for stages in ("1", "2"):
+        own = ["--pipeline.stages", stages, "--run.name", stages, "--train.steps", "6"]
+        assert run(["train", *model, *SMALL, *own]) == 0
+        rows = map(json.loads, Path("runs", stages, "metrics.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -126,6 +126,12 @@ def test_level_0_writes_a_configuration_that_trains(tmp_path, capsys):
     assert cli.run(["train", path, *arguments, "--run.folder", str(tmp_path), "--pipeline.transport", "thread"]) == 0
 
 
+def test_more_stages_than_microbatches_are_no_mistake_because_their_number_is_chosen(tmp_path):
+    config = changed(TARGET, pipeline__stages=6, pipeline__microbatches=4)
+    assert tune("--output", str(tmp_path / "out"), config=config, tokens=1e6) == 0
+    assert load_toml(tmp_path / "out" / "tuned.toml").pipeline.microbatches >= 6
+
+
 def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short, monkeypatch):
     monkeypatch.setattr(trunks, "FIRST_RATES", (0.7, 1.4))
     monkeypatch.setattr(trunks, "RATES", (1.0,))
