@@ -7,7 +7,6 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
 @pytest.mark.parametrize("words", [["--model.tied-embeddings", "true"], ["--model.tied-embeddings=true"]])
 def test_what_may_be_not_set_is_switched_with_true_and_false(words):
     from slipstream.cli.parse import parse
@@ -17,6 +16,7 @@ def test_what_may_be_not_set_is_switched_with_true_and_false(words):
     assert parse(Config, [word.replace("true", "false") for word in words], "x y").model.tied_embeddings is False
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
 def test_a_reader_that_leaves_early_gets_no_traceback(arguments):
     reader, writer = os.pipe()
     os.close(reader)
