@@ -6,7 +6,8 @@
 Run it after the prediction is written: it reads tune.json and tuned.toml, and changes neither. The sweep is a study of
 its own in FOLDER/sweep, so it can be stopped and started again. It tries rates in factors of the square root of two
 around the predicted one, at the predicted batch, at half and at twice of it, and goes on as long as the best rate or
-the best batch is at an edge. The predicted setting is run with two seeds, delayed and synchronously.
+the best batch is at an edge. The predicted setting is run with two seeds, delayed and synchronously. Best rate and
+batch are those of the law of `slipstream tune`, fitted to the sweep alone: the losses of single runs differ by chance.
 
     slipstream tune --model.initial base --tokens 3e7 --laws runs/tune-target/tune.json --output runs/tune-continued
     python experiments/tuning.py runs/tune-continued --guesses 0.02:32 0.002:32 0.02:128
@@ -41,9 +42,10 @@ from slipstream.tools.study.grid import Grid
 from slipstream.tools.study.record import Record
 from slipstream.tools.study.runner import run_study
 from slipstream.tools.tune.advice import Size, batch_of, is_delayed, with_rate
+from slipstream.tools.tune.fit import End, Fit, fit
 from slipstream.tools.tune.proxies import Proxy, held_out_sequences, proxy_of
 from slipstream.tools.tune.trials import bottom, trial_of
-from slipstream.tools.tune.trunks import corpus_vocab_size, run_trunk
+from slipstream.tools.tune.trunks import corpus_vocab_size, priors_for, run_trunk
 
 RATES = (2**-1, 2**-0.5, 1.0, 2**0.5, 2.0)
 """Rates at the predicted batch, as multiples of the predicted one."""
@@ -51,7 +53,7 @@ BATCHES = (0.5, 1.0, 2.0)
 SEEDS = (0, 1)
 MOST_ROUNDS = 8
 CLOSE = 0.01
-"""Share by which a loss may exceed the lowest one to count for the best rate. Seeds differ by 0.001 to 0.002."""
+"""Share by which a loss may exceed the lowest one to count when the best rate of a batch is looked for."""
 LENGTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 Setting = tuple[float, int]
 """Rate, and sequences in a step."""
@@ -105,6 +107,16 @@ class Sweep:
                 at[record.learning_rate] = math.inf if record.final_loss is None else record.final_loss
         return found
 
+    def law(self) -> Fit:
+        """Returns the law of the finished runs."""
+        n, length = self.proxy.size.parameters, self.length
+        ends = [
+            End(record.id, n, record.tokens, sequences * length, record.learning_rate, record.mode == "late", loss)
+            for record in self.records
+            if (sequences := record.setting["train.microbatch_size"]) and (loss := record.final_loss) is not None
+        ]
+        return fit(ends, priors_for([self.proxy]))
+
     def explore(self) -> None:
         rate = self.prediction["rate"]
         wanted = [
@@ -136,9 +148,11 @@ class Sweep:
 
 
 def compare(sweep: Sweep) -> str:
-    said, found = sweep.prediction, sweep.losses()
-    bottoms = {sequences: bottom(at, CLOSE) for sequences, at in found.items()}
-    best_batch = bottom({float(sequences): loss for sequences, (_, loss) in bottoms.items()})[0]
+    said, found, law = sweep.prediction, sweep.losses(), sweep.law()
+    target = sweep.proxy.size.parameters, sweep.tokens
+    rate_here, best_batch = float(law.rate(*target, said["batch"])), float(law.batch(*target, sweep.is_late))
+    rate_band = law.band(law.rate(*target, said["batch"], law.samples))
+    batch_band = law.band(law.batch(*target, sweep.is_late, law.samples))
     lowest, best_rate, at_sequences = min(
         (loss, rate, sequences) for sequences, at in found.items() for rate, loss in at.items()
     )
@@ -152,7 +166,6 @@ def compare(sweep: Sweep) -> str:
     late = np.array([runs["late", seed] for seed in SEEDS], float)
     sync = np.array([runs["sync", seed] for seed in SEEDS], float)
     gaps = late - sync
-    rate_here = bottoms[sweep.sequences][0]
     flops = sweep.proxy.size.flops_per_token * sum(record.tokens for record in sweep.records)
 
     def band(name: str, form: str = ".4g") -> str:
@@ -164,10 +177,11 @@ def compare(sweep: Sweep) -> str:
         return "inside" if low <= value <= high else "**outside**"
 
     rows = [
-        ("rate at the predicted batch", f"{said['rate']:.3g}", band("rate", ".3g"), f"{rate_here:.3g}",
-         f"ratio {said['rate'] / rate_here:.2f}"),
-        ("batch, tokens", f"{said['batch']:,}", band("batch", ",.0f"), f"{best_batch * sweep.length:,.0f}",
-         f"ratio {said['batch'] / (best_batch * sweep.length):.2f}"),
+        ("rate at the predicted batch", f"{said['rate']:.3g}", band("rate", ".3g"),
+         f"{rate_here:.3g} ({rate_band[0]:.3g} to {rate_band[1]:.3g})", f"ratio {said['rate'] / rate_here:.2f}"),
+        ("batch, tokens", f"{said['batch']:,}", band("batch", ",.0f"),
+         f"{best_batch:,.0f} ({batch_band[0]:,.0f} to {batch_band[1]:,.0f})",
+         f"ratio {said['batch'] / best_batch:.2f}"),
         ("loss at the predicted setting", f"{said['loss']:.4f}", band("loss", ".4f"),
          f"{late.mean():.4f} ({late.min():.4f}, {late.max():.4f})", inside("loss", float(late.mean()))),
         ("part of the delay", f"{said['gap']:.4f}", band("gap", ".4f"),

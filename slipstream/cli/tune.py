@@ -6,10 +6,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..config.models import model_of
@@ -19,6 +20,7 @@ from ..config.toml import to_toml
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
+from ..tools.study.workers import default_jobs, worker_pool
 from ..tools.tune.advice import (
     TOKENS_PER_PARAMETER,
     Size,
@@ -36,7 +38,7 @@ from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
 from ..tools.tune.predict import predict
 from ..tools.tune.proxies import choose_proxies, planned_flops
 from ..tools.tune.trials import NUM_TRIALS, Trials, plan_trials, run_trials
-from ..tools.tune.trunks import Laboratory, Record, check_corpus, corpus_vocab_size, explore
+from ..tools.tune.trunks import Laboratory, Record, Workers, check_corpus, corpus_vocab_size, explore
 from ..transport.environment import under_torchrun
 from .config_arguments import config_of, parse_with_config, write_to
 
@@ -70,6 +72,8 @@ class TuneArguments(Config):
     trials: str | None = None
     """With --model.initial: share of the tokens for short runs of its weights, such as 20%. They decide rate and batch,
     instead of laws of training from scratch."""
+    jobs: int | None = None
+    """Small models to train at the same time. By default one for each core, and one on a GPU."""
     output: Path | None = None
     """Folder to write to; by default runs/tune-NAME, with the preset as name. Small models that were trained before are
     found there and not trained again."""
@@ -79,6 +83,9 @@ def main(arguments: list[str]) -> None:
     given, _, _ = parse_with_config(TuneArguments, arguments, "tune")
     config = config_of(_with_enough_microbatches(given))
     budget, trials = _check(given)
+    jobs = given.jobs or default_jobs(config.train.device == "cuda")
+    if jobs > 1 and (budget or trials) is not None:
+        torch.set_num_threads(1)  # fork is safe if there was never a second thread
     if not trains_all(config):
         raise UsageError("adapter.rank and train.freeze are unknown to slipstream tune: its laws are of whole models")
     needs_corpus = budget is not None or bool(config.model.initial)
@@ -98,7 +105,7 @@ def main(arguments: list[str]) -> None:
     fit: Fit | None = None
     records: list[Record] = []
     if budget is not None:
-        fit, records = _fit(config, model, size, tokens, budget, given.reach, folder, screen)
+        fit, records = _fit(config, model, size, tokens, budget, given.reach, folder, jobs, screen)
     elif given.laws is not None:
         fit, records = read_laws(given.laws, config)
         check_reach(records, size, tokens, given.reach)
@@ -118,7 +125,7 @@ def main(arguments: list[str]) -> None:
         said = [*_fit_remarks(fit), *_continued_remarks(config, before, tokens)]
     length, tried = model.sequence_length, None
     if trials is not None:
-        tried = _try(chosen, model, tokens, trials, folder / "trials", screen)
+        tried = _try(chosen, model, tokens, trials, folder / "trials", jobs, screen)
         chosen = with_batch(chosen, length, tried.batch)
         rate = tried.rate * math.sqrt(batch_of(chosen, length) / tried.batch)
         chosen = with_rate(chosen, size, length, rate, tokens)
@@ -145,6 +152,8 @@ def _check(given: TuneArguments) -> tuple[float | None, float | None]:
         raise UsageError(f"tokens = {given.tokens} is invalid: use a number above 0")
     if (before := given.tokens_before) is not None and not (given.model.initial and 0 < before < math.inf):
         raise UsageError(f"tokens_before = {before} needs --model.initial and a number above 0: leave it out")
+    if given.jobs is not None and given.jobs < 1:
+        raise UsageError(f"jobs = {given.jobs} is too small: use 1 or more")
     if not 1 <= given.reach < math.inf:
         raise UsageError(f"reach = {given.reach} is invalid: use 1 or more")
     if given.budget is not None and given.laws is not None:
@@ -175,6 +184,7 @@ def _fit(
     budget: float,
     reach: float,
     folder: Path,
+    jobs: int,
     screen: Screen,
 ) -> tuple[Fit, list[Record]]:
     proxies = choose_proxies(config, model, tokens, budget, reach)
@@ -187,19 +197,26 @@ def _fit(
         f"proxies: {names}; {planned:.3g} FLOPs, {planned / flops:.2%} of the target's, and more rates as the budget "
         f"allows; finished ones are kept in {trunks}"
     )
-    with _bar(screen, "proxies", planned) as advance:
-        laboratory = Laboratory(trunks, budget * flops, advance, screen.print)
+    with _bar(screen, "proxies", planned) as advance, _workers(jobs, config) as workers:
+        laboratory = Laboratory(trunks, budget * flops, advance, screen.print, workers)
         fit = explore(proxies, laboratory)
     return fit, list(laboratory.records.values())
 
 
-def _try(config: Config, model: ModelSpec, tokens: float, share: float, folder: Path, screen: Screen) -> Trials:
+def _try(
+    config: Config, model: ModelSpec, tokens: float, share: float, folder: Path, jobs: int, screen: Screen
+) -> Trials:
     trial = plan_trials(config, model, tokens, share)
     allowed, (steps,) = NUM_TRIALS * trial.flops(trial.batch), trial.horizons(trial.batch)
     _make(folder)
     screen.print(f"trials: {steps:,} steps of the laws' batch each; finished ones are kept in {folder}")
-    with _bar(screen, "trials", allowed) as advance:
-        return run_trials(trial, config, Laboratory(folder, allowed, advance, screen.print))
+    with _bar(screen, "trials", allowed) as advance, _workers(jobs, config) as workers:
+        return run_trials(trial, config, Laboratory(folder, allowed, advance, screen.print, workers))
+
+
+def _workers(jobs: int, config: Config) -> AbstractContextManager[Workers | None]:
+    """Returns the processes that train small models; one is this process itself."""
+    return worker_pool(jobs, config.train.device == "cuda") if jobs > 1 else nullcontext()
 
 
 @contextmanager

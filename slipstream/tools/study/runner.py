@@ -6,18 +6,12 @@ with the missing cells.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shutil
-import signal
-import sys
-import threading
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -28,15 +22,13 @@ from ...observe.console import Screen
 from ...observe.metrics import loss_said
 from ...train.build import build_components
 from ...transport.environment import under_torchrun
-from ...transport.stage_processes import die_with_parent
 from .cell import Cell
 from .figures import draw_cosines, draw_gaps, draw_losses
 from .grid import Grid
 from .record import Record
 from .results import markdown_table, rows, sweep_table
 from .run import record_path, run_cell
-
-Messages = SimpleQueue[tuple[str, int, str]]
+from .workers import default_jobs, tell, worker_pool
 
 
 def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jobs: int | None) -> list[Record]:
@@ -62,7 +54,7 @@ def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jo
     screen = Screen()
     wanted = [cell for cell in cells if not only or cell.config.optimizer.name in only]
     todo = [cell for cell in wanted if not record_path(folder, cell).exists()]
-    num_jobs = min(jobs or _default_jobs(cells), max(1, len(todo)))
+    num_jobs = min(jobs or default_jobs(_use_cuda(cells)), max(1, len(todo)))
     screen.print(
         f"study {grid.name}: {len(wanted)} cells, {len(wanted) - len(todo)} of them done before, "
         f"{num_jobs} at a time; writing {folder}"
@@ -96,9 +88,8 @@ def _records(grid: Grid, folder: Path) -> list[Record]:
     return records
 
 
-def _default_jobs(cells: Sequence[Cell]) -> int:
-    """Returns one job per core. For a GPU it returns one, because cells share a GPU only if the user asks for it."""
-    return 1 if any(cell.config.train.device == "cuda" for cell in cells) else os.cpu_count() or 1
+def _use_cuda(cells: Sequence[Cell]) -> bool:
+    return any(cell.config.train.device == "cuda" for cell in cells)
 
 
 def _make_folder(folder: Path, grid_path: Path) -> None:
@@ -113,10 +104,6 @@ def _make_folder(folder: Path, grid_path: Path) -> None:
 
 def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, screen: Screen) -> list[str]:
     """Runs the cells in worker processes. Returns a sentence for each cell that failed; the other cells still run."""
-    uses_cuda = any(cell.config.train.device == "cuda" for cell in cells)
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" and not uses_cuda else "spawn")
-    messages: Messages = context.SimpleQueue()
-    threads = max(1, (os.cpu_count() or 1) // num_jobs)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -129,40 +116,29 @@ def _run_cells(study: str, cells: Sequence[Cell], folder: Path, num_jobs: int, s
     done: dict[str, int] = {}
     failures: list[str] = []
 
-    def listen() -> None:
-        while not messages.empty():
-            name, steps, word = messages.get()
-            done[name] = steps
-            progress.update(total, completed=sum(done.values()), description=f"{name} {word}")
-
-    others = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(num_jobs, context, initializer=_start_worker, initargs=(messages, threads))
-    try:
-        with progress:
-            running: dict[Future[Record | str], Cell]
-            running = {pool.submit(_work, study, cell, folder): cell for cell in cells}
-            while running:
-                finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                listen()
-                for future in finished:
-                    cell = running.pop(future)
-                    try:
-                        result = future.result()
-                    except BrokenProcessPool:
-                        raise RunFailure(
-                            f"a worker died while {cell.name} was waiting or running, perhaps for want of memory: "
-                            "start the study again with fewer --jobs; cells that are done are kept"
-                        ) from None
-                    if isinstance(result, str):
-                        failures.append(result)
-                    else:
-                        result = _sentence(cell, result, len(cells) - len(running), len(cells))
-                    screen.print(result)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.kill()  # SIGKILL, because forked workers inherit the parent's handler of SIGTERM
+    with worker_pool(num_jobs, _use_cuda(cells)) as (pool, messages), progress:
+        running: dict[Future[Record | str], Cell]
+        running = {pool.submit(_work, study, cell, folder): cell for cell in cells}
+        while running:
+            finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            while not messages.empty():
+                name, steps, word = messages.get()
+                done[name] = steps
+                progress.update(total, completed=sum(done.values()), description=f"{name} {word}")
+            for future in finished:
+                cell = running.pop(future)
+                try:
+                    result = future.result()
+                except BrokenProcessPool:
+                    raise RunFailure(
+                        f"a worker died while {cell.name} was waiting or running, perhaps for want of memory: "
+                        "start the study again with fewer --jobs; cells that are done are kept"
+                    ) from None
+                if isinstance(result, str):
+                    failures.append(result)
+                else:
+                    result = _sentence(cell, result, len(cells) - len(running), len(cells))
+                screen.print(result)
     return failures
 
 
@@ -182,26 +158,12 @@ def _sentence(cell: Cell, record: Record, number: int, of: int) -> str:
     )
 
 
-_messages: Messages | None = None
-"""Queue for progress messages, if this process is a worker."""
-
-
-def _start_worker(messages: Messages, threads: int) -> None:
-    global _messages
-    _messages = messages
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    threading.Thread(target=die_with_parent, name="watches the parent", daemon=True).start()
-    torch.set_num_threads(threads)
-
-
 def _work(study: str, cell: Cell, folder: Path) -> Record | str:
     """Runs a cell in a worker. Returns a sentence if it fails, because not every exception can be pickled."""
-    messages = _messages
-    assert messages is not None
     path = record_path(folder, cell).with_name("failure.txt")
     try:
         path.unlink(missing_ok=True)
-        return run_cell(study, cell, folder, lambda steps, word: messages.put((cell.name, steps, word)))
+        return run_cell(study, cell, folder, lambda steps, word: tell((cell.name, steps, word)))
     except Exception as error:
         words = " ".join(f"{cell.name} failed with {type(error).__name__}: {error}".split())
         try:

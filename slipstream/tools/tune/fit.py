@@ -1,13 +1,15 @@
 """Fits one law to the ends of all branches: loss, best learning rate, best batch, and the gap of the delay.
 
-    L = E + A N^-alpha + C D^-beta + 2k (lr/lr* - 1 - ln(lr/lr*)) + w (ln B - ln B*)^2 + gap
+    L = E + R + R/R0 (2k (lr/lr* - 1 - ln(lr/lr*)) + w (ln B - ln B*)^2) + gap        R = A N^-alpha + C D^-beta
     ln lr* = r + r_n ln N + r_d ln D + r_b ln B         ln B* = b + b_d ln D
     gap = g (D / B)^-g_s N^g_n, for delayed runs only
 
-A rate near the best one costs k (ln lr - ln lr*)^2; further away, too high a rate costs more than too low a one. N, D
-and B are divided by the geometric means of the proxies', so that every constant is a value in their midst. The gap
-depends on the batch through the number of steps D / B: so it was in all our measurements (docs/results/delay.md). A
-delayed run therefore wants a smaller batch than B*, which is that of a synchronous run.
+A rate near the best one costs k (ln lr - ln lr*)^2; further away, too high a rate costs more than too low a one. What a
+wrong rate or batch costs shrinks with R, the part of the loss that size and tokens reduce, as it did in the sweeps of
+two targets (docs/research/log.md); R0 is R in the midst of the proxies. N, D and B are divided by the geometric means
+of the proxies', so that every constant is a value in their midst. The gap depends on the batch through the number of
+steps D / B: so it was in all our measurements (docs/results/delay.md). A delayed run therefore wants a smaller batch
+than B*, which is that of a synchronous run.
 
 Every parameter has a weak prior, mostly from published exponents, so that a parameter which the proxies hardly
 determine stays plausible. Bands come from repeated fits to the fitted losses plus errors as large as the residuals
@@ -46,6 +48,9 @@ POOR = 0.01
 NEAR = 0.5
 """Exponent of the compute of a branch in its weight. A hundredth of the compute counts a tenth, because laws bend at
 the start."""
+FEW_STEPS = 1000
+"""Number of steps at which a branch counts half. Shorter ones are still at the start, where losses follow no power law:
+in our tests they missed it by 1 to 10 %."""
 IRREDUCIBLE = 0.3
 """E in nats per byte of text. Chinchilla's 1.69 nats per token are 0.4 per byte (arXiv:2203.15556). Our tests of small
 models on bytes (benchmarks/tune_h200_2026-11-18) want less of it, and smaller exponents."""
@@ -181,7 +186,14 @@ class Fit:
         y = b - (t["b"] + t["b_d"] * d)
         late = np.asarray(is_late, float) * self.gap(parameters, tokens, batch, theta)
         wrong = 2 * np.exp(t["ln_k"]) * (np.expm1(x) - x) + np.exp(t["ln_w"]) * y**2
+        wrong = wrong * self._reducible_share(parameters, tokens, theta)
         return self.floor(parameters, tokens, theta) + wrong + late
+
+    def _reducible_share(self, parameters: Any, tokens: Any, theta: Array | None) -> Array:
+        """Returns R / R0."""
+        t = self._unpack(theta, parameters, tokens, 1.0)[0]
+        reducible = self.floor(parameters, tokens, theta) - np.exp(t["ln_E"])
+        return reducible / (np.exp(t["ln_A"]) + np.exp(t["ln_C"]))
 
     def loss_band(
         self, parameters: float, tokens: float, batch: float, rate: float, is_late: bool
@@ -192,6 +204,13 @@ class Fit:
         errors = np.hypot(self.noise, beyond) * np.random.default_rng(1).standard_normal(len(losses))
         return self.band(losses * (1 + errors))
 
+    def gap_band(self, parameters: float, tokens: float, batch: float) -> tuple[float, float]:
+        """Returns the band of a gap that two runs show, with delay and without: the law's, and the spread between
+        runs."""
+        spread = math.sqrt(2) * self.noise * float(self.floor(parameters, tokens))
+        gaps = self.gap(parameters, tokens, batch, self.samples)
+        return self.band(gaps + spread * np.random.default_rng(2).standard_normal(len(gaps)))
+
     def batch(self, parameters: Any, tokens: Any, is_late: bool, theta: Array | None = None) -> Array:
         """Returns the batch with the lowest loss, at the best rate for it."""
         t, _, d, _ = self._unpack(theta, parameters, tokens, 1.0)
@@ -200,7 +219,8 @@ class Fit:
             return best
         # With y = ln B - ln B*, w y^2 + gap(B*) e^(s y) is lowest where 2 w y + s gap(B*) e^(s y) = 0.
         s = np.maximum(t["g_s"], 0.05)
-        y = -lambert(s**2 * self.gap(parameters, tokens, best, theta) / (2 * np.exp(t["ln_w"]))) / s
+        w = np.exp(t["ln_w"]) * self._reducible_share(parameters, tokens, theta)
+        y = -lambert(s**2 * self.gap(parameters, tokens, best, theta) / (2 * w)) / s
         return best * np.exp(y)
 
     def value(self, name: str) -> float:
@@ -312,15 +332,16 @@ def _miss(losses: Array, ends: Sequence[End]) -> float:
 
 
 def _weights(ends: Sequence[End]) -> Array:
-    """Returns the weights of the ends: larger with the compute, and smaller the further a loss exceeds the best one of
-    the same size, length and mode."""
+    """Returns the weights of the ends: larger with the compute and the number of steps, and smaller the further a loss
+    exceeds the best one of the same size, length and mode."""
     best: dict[tuple[float, float, bool], float] = {}
     keys = [(end.parameters, round(math.log2(end.tokens), 1), end.is_late) for end in ends]
     for key, end in zip(keys, ends, strict=True):
         best[key] = min(end.loss, best.get(key, math.inf))
     excess = np.array([end.loss / best[key] - 1 for key, end in zip(keys, ends, strict=True)])
     compute = np.array([end.parameters * end.tokens for end in ends])
-    return (compute / compute.max()) ** NEAR / (1 + excess / FAR)
+    steps = np.array([end.tokens / end.batch for end in ends])
+    return (compute / compute.max()) ** NEAR / (1 + (FEW_STEPS / steps) ** 2) / (1 + excess / FAR)
 
 
 def lambert(z: Array) -> Array:

@@ -72,7 +72,7 @@ def predict(
             expected,
             fit.loss_band(n, total, batch, rate, late),
             float(fit.gap(n, total, batch)) if late else 0.0,
-            fit.band(fit.gap(n, total, batch, fit.samples)) if late else (0.0, 0.0),
+            fit.gap_band(n, total, batch) if late else (0.0, 0.0),
             {
                 "half the rate": loss(batch, rate / 2) - expected,
                 "twice the rate": loss(batch, rate * 2) - expected,

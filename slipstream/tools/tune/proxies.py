@@ -68,6 +68,13 @@ class Proxy:
         """Returns the steps of the branches, with this many sequences in a step."""
         return tuple(round(share * self.tokens / (sequences * self.model.sequence_length)) for share in HORIZONS)
 
+    def with_batch(self, sequences: float) -> Proxy:
+        """Returns the proxy with another middle batch, near this one, whose shortest branch is long enough."""
+        power = _middle(sequences)
+        while power > self.batch and self.horizons(power)[0] < MIN_STEPS:
+            power //= 2
+        return replace(self, batch=power)
+
     def flops(self, sequences: int) -> float:
         """Returns the FLOPs of a trunk with its branches."""
         *shorter, longest = self.horizons(sequences)
@@ -75,10 +82,10 @@ class Proxy:
         return self.size.flops_per_token * steps * sequences * self.model.sequence_length
 
     def microbatch_size(self, sequences: int) -> int:
-        """Returns the sequences in a microbatch: the same for all batches, so that a compiled model is compiled
+        """Returns the sequences in a microbatch: the same for all usual batches, so that a compiled model is compiled
         once."""
         most = max(1, MICROBATCH_TOKENS // self.model.sequence_length)
-        return min(_power(self.batch * BATCH_FACTORS[0]), 2 ** int(math.log2(most)))
+        return min(sequences, _power(self.batch * BATCH_FACTORS[0]), 2 ** int(math.log2(most)))
 
     def cell(self, rate: float, sequences: int, is_late: bool) -> Cell:
         """Returns the cell of a trunk. Its warm-up and its weight decay are those of the middle branch."""
@@ -216,9 +223,12 @@ def proxy_of(config: Config, model: Decoder, target: Size, tokens: float) -> Pro
 
 def _with_tokens(proxy: Proxy, tokens: float) -> Proxy:
     _, batch = from_laws(proxy.config, proxy.size, tokens * HORIZONS[1])
-    sequences = _power(batch / proxy.model.sequence_length)
-    # The smallest batch must not be less than a sequence.
-    return replace(proxy, tokens=tokens, batch=max(sequences, round(1 / BATCH_FACTORS[0])))
+    return replace(proxy, tokens=tokens, batch=_middle(batch / proxy.model.sequence_length))
+
+
+def _middle(sequences: float) -> int:
+    """Returns the nearest power of two whose half is not less than a sequence."""
+    return max(_power(sequences), round(1 / BATCH_FACTORS[0]))
 
 
 def _base(config: Config, model: Decoder) -> Config:

@@ -23,7 +23,7 @@ from ..study.cell import Cell
 from .advice import Size, batch_of, fewest_sequences, is_delayed
 from .laws import weight_decay
 from .proxies import MICROBATCH_TOKENS, Proxy, proxy_of
-from .trunks import Laboratory, Record, try_rates
+from .trunks import Laboratory, Record, Trunk, try_rates
 
 FACTORS = (0.25, 0.5, 1.0)
 """Rates of the first trials, as multiples of that of the laws."""
@@ -131,8 +131,13 @@ def _try_batches(trial: Trial, laboratory: Laboratory, rate: float, loss: float,
     """
     best, lowest = trial.batch, loss
     for factor, gain in ((0.5, GAIN), (2.0, 0.0)):
-        while laboratory.can_afford(trial) and (sequences := round(best * factor)) >= fewest:
-            record = laboratory.trunk(trial, rate * math.sqrt(sequences / trial.batch), sequences, is_late)
+        while (sequences := round(best * factor)) >= fewest:
+            wanted = laboratory.affordable(
+                [Trunk(trial, rate * math.sqrt(sequences / trial.batch), sequences, is_late)]
+            )
+            if not wanted:
+                break
+            (record,) = laboratory.run(wanted)
             found = math.inf if record.losses[0] is None else record.losses[0]
             if found >= (1 - gain) * lowest:
                 break

@@ -1,9 +1,10 @@
 """Level 1: trains the proxies. A trunk keeps its peak rate after the warm-up, and its branches decay from copies of it.
 
 Sizes run from the smallest to the largest. For each, first the learning rates at the middle batch, then the other
-batches near the best rate, then one synchronous trunk if the target is delayed. From the second size on, the rates are
-centred on what the sizes before predict. What is left of the budget pays for rates in between, on all sizes. A finished
-trunk is a file and is never run again.
+batches near the best rate and one synchronous trunk if the target is delayed, then further batches as long as the best
+one is at the edge. From the second size on, rates and batches are centred on what the sizes before predict. What is
+left of the budget pays for rates in between, on all sizes. Trunks that do not need each other's losses may run at the
+same time. A finished trunk is a file and is never run again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -24,17 +28,20 @@ from ...checkpoint.hugging_face import fingerprint
 from ...config.optimizers import learning_rate
 from ...config.schema import Config
 from ...data import text_size
-from ...errors import ConfigError
+from ...errors import ConfigError, RunFailure
 from ...train.build import build_components, read_corpus
 from ..study.cell import Cell
 from ..study.delayed import DelayedRun
+from ..study.workers import Messages, tell
 from .advice import SPECTRAL, decay_steps, from_laws, is_delayed
 from .fit import End, Fit, Prior, fit, priors
 from .laws import measured_gap
-from .proxies import BATCH_FACTORS, FINER_RATES, FIRST_RATES, RATES, Proxy
+from .proxies import BATCH_FACTORS, FINER_RATES, FIRST_RATES, MIN_STEPS, RATES, Proxy
 
 MAX_EXTENSIONS = 3
-"""Most rates that are added because the best one is at the edge."""
+"""Most rates, and most batches, that are added because the best one is at the edge."""
+TELL_SECONDS = 0.5
+"""Seconds between two messages of a worker."""
 USUAL_BYTES = 4.0
 """Bytes of a token of text, where the tokenizer does not say how many bytes its tokens have."""
 
@@ -67,50 +74,133 @@ class Record:
 
 Progress = Callable[[float], None]
 """Function that is told the FLOPs made since the last call."""
+Workers = tuple[ProcessPoolExecutor, Messages]
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What is to be run."""
+
+    proxy: Proxy
+    rate: float
+    batch: int
+    """Sequences in a step."""
+    is_late: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.proxy.model.sequence_length
+
+    @cached_property
+    def cell(self) -> Cell:
+        return self.proxy.cell(self.rate, self.batch, self.is_late)
+
+    @cached_property
+    def id(self) -> str:
+        initial = self.cell.config.model.initial
+        weights = fingerprint(Path(initial)) if initial else ""  # the folder may have others by now
+        name = f"{self.cell.id} {self.proxy.horizons(self.batch)} {weights}".rstrip()
+        return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 class Laboratory:
     """Runs trunks and keeps their records in a folder."""
 
-    def __init__(self, folder: Path, budget: float, progress: Progress, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, budget: float, progress: Progress, say: Callable[[str], None], workers: Workers | None
+    ) -> None:
+        """workers: pool and queue of `worker_pool`. None means that trunks run here, one after the other."""
         self._folder, self._budget, self._progress, self._say = folder, budget, progress, say
+        self._workers = workers
         self.records: dict[str, Record] = {}
 
-    def can_afford(self, proxy: Proxy) -> bool:
-        spent = sum(record.flops for record in self.records.values())
-        return spent + proxy.flops(proxy.batch) <= self._budget
+    def affordable(self, wanted: Sequence[Trunk]) -> list[Trunk]:
+        """Returns the trunks that the rest of the budget pays for, the first ones first."""
+        left, found = self._budget - sum(record.flops for record in self.records.values()), []
+        for trunk in wanted:
+            cost = 0.0 if trunk.id in self.records else trunk.proxy.flops(trunk.batch)
+            if cost <= left:
+                left -= cost
+                found.append(trunk)
+        return found
 
-    def trunk(self, proxy: Proxy, rate: float, sequences: int, is_late: bool) -> Record:
-        rate = float(f"{rate:.3g}")
-        cell, horizons = proxy.cell(rate, sequences, is_late), proxy.horizons(sequences)
-        initial = cell.config.model.initial
-        weights = fingerprint(Path(initial)) if initial else ""  # the folder may have others by now
-        name = hashlib.sha256(f"{cell.id} {horizons} {weights}".rstrip().encode()).hexdigest()[:12]
-        if name in self.records:
-            return self.records[name]
-        path = self._folder / f"{name}.json"
-        if path.exists():
-            record = _read(path)
-            self._progress(record.flops)
-        else:
-            started = time.perf_counter()
-            losses = run_trunk(cell, horizons, self._progress, proxy.size.flops_per_token)
-            record = Record(
-                name,
-                proxy.name,
-                proxy.size.parameters,
-                rate,
-                sequences * proxy.model.sequence_length,
-                is_late,
-                list(horizons),
-                losses,
-                proxy.flops(sequences),
-                time.perf_counter() - started,
-            )
-            write_file(path, [f"{json.dumps(asdict(record))}\n".encode()])
-        self.records[name] = record
+    def run(self, wanted: Sequence[Trunk]) -> list[Record]:
+        """Runs those that have no record, at the same time if there are workers. Returns the records of all."""
+        wanted = [replace(trunk, rate=float(f"{trunk.rate:.3g}")) for trunk in wanted]
+        missing: dict[str, Trunk] = {}
+        for trunk in wanted:
+            if trunk.id not in self.records and (path := self._path(trunk)).exists():
+                record = _read(path)
+                self._progress(record.flops)
+                self._keep(record)
+            elif trunk.id not in self.records:
+                missing[trunk.id] = trunk
+        for record in map(self._run_here, missing.values()) if self._workers is None else self._run_there(missing):
+            write_file(self._folder / f"{record.id}.json", [f"{json.dumps(asdict(record))}\n".encode()])
+            self._keep(record)
+        return [self.records[trunk.id] for trunk in wanted]
+
+    def _run_here(self, trunk: Trunk) -> Record:
+        return run(trunk, self._progress)
+
+    def _run_there(self, missing: Mapping[str, Trunk]) -> Iterator[Record]:
+        assert self._workers is not None
+        pool, messages = self._workers
+        running = {pool.submit(_work, trunk) for trunk in missing.values()}
+        while running:
+            finished, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            while not messages.empty():
+                self._progress(messages.get())
+            for future in finished:
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    raise RunFailure(
+                        "a worker died, perhaps for want of memory: start again with fewer --jobs; finished models are "
+                        "kept"
+                    ) from None
+
+    def _path(self, trunk: Trunk) -> Path:
+        return self._folder / f"{trunk.id}.json"
+
+    def _keep(self, record: Record) -> None:
+        self.records[record.id] = record
         self._say(f"[{len(self.records)}] {sentence(record)}")
-        return record
+
+
+def run(trunk: Trunk, progress: Progress) -> Record:
+    proxy, horizons = trunk.proxy, trunk.proxy.horizons(trunk.batch)
+    started = time.perf_counter()
+    losses = run_trunk(trunk.cell, horizons, progress, proxy.size.flops_per_token)
+    return Record(
+        trunk.id,
+        proxy.name,
+        proxy.size.parameters,
+        trunk.rate,
+        trunk.tokens,
+        trunk.is_late,
+        list(horizons),
+        losses,
+        proxy.flops(trunk.batch),
+        time.perf_counter() - started,
+    )
+
+
+def _work(trunk: Trunk) -> Record:
+    """Runs a trunk in a worker."""
+    made, told = 0.0, time.monotonic()
+
+    def progress(flops: float) -> None:
+        nonlocal made, told
+        made += flops
+        if (now := time.monotonic()) > told + TELL_SECONDS:
+            tell(made)
+            made, told = 0.0, now
+
+    record = run(trunk, progress)
+    tell(made)
+    return record
 
 
 def sentence(record: Record) -> str:
@@ -164,33 +254,72 @@ def run_trunk(cell: Cell, horizons: Sequence[int], progress: Progress, flops_per
 
 def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
     """Runs all trunks and fits the law."""
-    is_late, priors_of = is_delayed(proxies[0].config), _priors_of(proxies)
+    is_late, priors_of = is_delayed(proxies[0].config), priors_for(proxies)
 
     def fitted(num_samples: int | None = None) -> Fit:
-        ends = [end for record in laboratory.records.values() for end in record.ends()]
+        records = sorted(laboratory.records.values(), key=lambda record: record.id)  # they end in any order
+        ends = [end for record in records for end in record.ends()]
         return fit(ends, priors_of, num_samples)
 
-    for index, proxy in enumerate(proxies):
-        best = _best_rate(proxy, laboratory, fitted(0) if index else None, is_late)
-        tries = [(factor, best * share) for factor in BATCH_FACTORS for share in (1, factor)]
-        if proxy is proxies[-1]:
-            exponent = fitted(0).value("r_b")
-            tries = [(factor, best * factor**exponent) for factor in BATCH_FACTORS]
-        for factor, rate in tries:
-            laboratory.trunk(proxy, rate, round(proxy.batch * factor), is_late)
+    centred: list[Proxy] = []
+    for proxy in proxies:
+        law = fitted(0) if centred else None
+        proxy = proxy if law is None else with_best_batch(proxy, law, is_late)
+        centred.append(proxy)
+        best = _best_rate(proxy, laboratory, law, is_late)
+        exponents = (0.0, 1.0) if len(centred) < len(proxies) else (fitted(0).value("r_b"),)
+        wanted = [
+            Trunk(proxy, best * factor**exponent, round(proxy.batch * factor), is_late)
+            for factor, exponent in product(BATCH_FACTORS, exponents)
+        ]
         if is_late:
-            laboratory.trunk(proxy, best, proxy.batch, False)
+            wanted.append(Trunk(proxy, best, proxy.batch, False))
+        laboratory.run(wanted)
+        _extend_batches(proxy, laboratory, fitted, is_late)
     law = fitted(0)
-    for factor, share, proxy in product((1.0, *BATCH_FACTORS), FINER_RATES, reversed(proxies)):
-        if laboratory.can_afford(proxy):
-            sequences = round(proxy.batch * factor)
-            batch = sequences * proxy.model.sequence_length
-            rate = float(law.rate(proxy.size.parameters, proxy.middle_tokens, batch))
-            laboratory.trunk(proxy, rate * share, sequences, is_late)
+    finer = [(factor, share, is_late) for factor in (1.0, *BATCH_FACTORS) for share in FINER_RATES]
+    if is_late:
+        finer += [(factor, 1.0, False) for factor in BATCH_FACTORS]
+    wanted = []
+    for (factor, share, late), proxy in product(finer, reversed(centred)):
+        sequences = round(proxy.batch * factor)
+        tokens = sequences * proxy.model.sequence_length
+        rate = float(law.rate(proxy.size.parameters, proxy.middle_tokens, tokens))
+        wanted.append(Trunk(proxy, rate * share, sequences, late))
+    laboratory.run(laboratory.affordable(wanted))
     return fitted()
 
 
-def _priors_of(proxies: Sequence[Proxy]) -> Callable[[Sequence[End]], list[Prior]]:
+def with_best_batch(proxy: Proxy, law: Fit, is_late: bool) -> Proxy:
+    """Returns the proxy with the batch around which the law of the sizes before expects the best one."""
+    length, n = proxy.model.sequence_length, proxy.size.parameters
+    return proxy.with_batch(float(law.batch(n, proxy.middle_tokens, is_late)) / length)
+
+
+def _extend_batches(proxy: Proxy, laboratory: Laboratory, fitted: Callable[[int], Fit], is_late: bool) -> None:
+    """Tries further batches as long as the best one is the smallest or the largest, and the budget pays for it."""
+    for _ in range(MAX_EXTENSIONS):
+        lowest: dict[int, float] = {}
+        for record in laboratory.records.values():
+            loss = record.losses[len(record.losses) // 2]
+            if (record.parameters, record.is_late) == (proxy.size.parameters, is_late) and loss is not None:
+                lowest[record.batch] = min(loss, lowest.get(record.batch, math.inf))
+        best = min(lowest, key=lowest.__getitem__)
+        if best not in (min(lowest), max(lowest)):
+            return
+        sequences = best // proxy.model.sequence_length
+        sequences = 2 * sequences if best == max(lowest) else sequences // 2
+        if not sequences or proxy.horizons(sequences)[0] < MIN_STEPS:
+            return
+        tokens = sequences * proxy.model.sequence_length
+        rate = float(fitted(0).rate(proxy.size.parameters, proxy.middle_tokens, tokens))
+        wanted = laboratory.affordable([Trunk(proxy, rate, sequences, is_late)])
+        if not wanted:
+            return
+        laboratory.run(wanted)
+
+
+def priors_for(proxies: Sequence[Proxy]) -> Callable[[Sequence[End]], list[Prior]]:
     """Returns the function from ends to priors that `fit` needs."""
     config, largest = proxies[0].config, proxies[-1].size
     section = config.optimizer
@@ -226,18 +355,18 @@ def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_l
     for it. Returns the loss of each at the middle length."""
     tried: dict[float, float] = {}
 
-    def run(rate: float) -> None:
-        record = laboratory.trunk(proxy, rate, proxy.batch, is_late)
-        loss = record.losses[len(record.losses) // 2]
-        tried[record.rate] = math.inf if loss is None else loss
+    def run(rates: Sequence[float]) -> None:
+        for record in laboratory.run([Trunk(proxy, rate, proxy.batch, is_late) for rate in rates]):
+            loss = record.losses[len(record.losses) // 2]
+            tried[record.rate] = math.inf if loss is None else loss
 
-    for rate in rates:
-        run(rate)
+    run(rates)
     for _ in range(MAX_EXTENSIONS):
         best = min(tried, key=tried.__getitem__)
-        if min(tried) < best < max(tried) or not laboratory.can_afford(proxy):
+        further = best * 2 if best == max(tried) else best / 2
+        if min(tried) < best < max(tried) or not laboratory.affordable([Trunk(proxy, further, proxy.batch, is_late)]):
             break
-        run(best * 2 if best == max(tried) else best / 2)
+        run([further])
     if all(map(math.isinf, tried.values())):
         raise ConfigError(
             f"every learning rate from {min(tried):g} to {max(tried):g} diverged on {proxy.name} parameters: check the "

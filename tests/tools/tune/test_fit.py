@@ -22,8 +22,9 @@ def true_loss(n: float, d: float, b: float, rate: float, is_late: bool) -> float
     x = math.log(rate / best_rate(n, d, b))
     y = math.log(b / 9000) - 0.5 * math.log(d / 2e7)
     floor = 0.6 + 0.45 * (n / 1e6) ** -0.3 + 0.35 * (d / 2e7) ** -0.33
-    # The bowl is skewed, as real ones are: too high a rate costs more.
-    return floor + 0.02 * x**2 * (1 + 0.15 * math.tanh(x)) + 0.008 * y**2 + is_late * 0.05 * (d / b / 2441) ** -1.1
+    # The bowl is skewed, as real ones are: too high a rate costs more. And it becomes flatter, as real ones do.
+    wrong = (0.02 * x**2 * (1 + 0.15 * math.tanh(x)) + 0.008 * y**2) * (floor - 0.6) / 0.8
+    return floor + wrong + is_late * 0.05 * (d / b / 2441) ** -1.1
 
 
 def guess(n: float, d: float) -> tuple[float, float]:
@@ -86,7 +87,10 @@ def test_the_gap_and_its_band():
     for batch in (8192, 65536):
         gap = true_loss(n, d, batch, 0.01, True) - true_loss(n, d, batch, 0.01, False)
         low, high = found.band(found.gap(n, d, batch, found.samples))
-        assert low < gap < high and high < 4 * low
+        assert low < gap < high and high < 5 * low
+        # What a pair of runs shows may be further away.
+        lower, higher = found.gap_band(n, d, batch)
+        assert lower < low and high < higher and higher - lower < high - low + 8 * found.noise
 
 
 def test_a_delayed_run_wants_a_smaller_batch():

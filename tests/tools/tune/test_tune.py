@@ -142,13 +142,13 @@ def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short
     first, tree = capsys.readouterr().out, read(out)
     rows = tree["trunks"]
     assert len({row["parameters"] for row in rows}) == 3
-    assert sum(not row["is_late"] for row in rows) == 3  # one synchronous trunk for each size
+    assert sum(not row["is_late"] for row in rows) == 9  # at each batch of each size
     assert len({(row["size"], row["batch"]) for row in rows}) == 9
     assert len(list((out / "trunks").glob("*.json"))) == len(rows)
     assert math.isclose(tree["spent_flops"], sum(row["flops"] for row in rows))
     prediction, setting = tree["prediction"], tree["setting"]
     assert prediction["loss_band"][0] < prediction["loss"] < prediction["loss_band"][1]
-    assert 0 < prediction["gap_band"][0] < prediction["gap_band"][1]
+    assert prediction["gap_band"][0] < prediction["gap"] < prediction["gap_band"][1]
     assert math.isclose(setting["learning_rate"], prediction["rate"], rel_tol=5e-3)
     made = load_toml(out / "tuned.toml")
     components = build_components(made)
@@ -173,7 +173,8 @@ def test_a_known_law_is_found_by_the_whole_command(tuned):
     prediction, n = tree["prediction"], tree["target"]["parameters"]
     assert tree["spent_flops"] < 0.6 * tree["target"]["flops"]
     rates = Counter((row["size"], row["batch"]) for row in tree["trunks"] if row["is_late"])
-    assert min(rates.values()) >= 3  # the rest of the budget paid for two more at every batch
+    usual = [number for number in rates.values() if number > 1]  # others are beyond the edge
+    assert len(usual) >= 9 and min(usual) >= 3  # the rest of the budget paid for two more at every batch
     assert max(row["parameters"] for row in tree["trunks"]) < n / 4
     assert 1 / 1.5 < prediction["rate"] / best_rate(n, prediction["batch"]) < 1.5
     steps = 5e7 / prediction["batch"]
@@ -299,7 +300,7 @@ def test_trials_find_a_rate_and_a_batch_that_no_law_knows(rate, batch, num_trial
     assert tune(*out, tokens=1e6) == 0
     before = read(tmp_path / "out")["setting"]
     law, sequences = before["learning_rate"], before["batch"] // 16
-    assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
+    assert tune("--trials", "20%", "--jobs", "1", *out, config=continued(folder), tokens=1e6) == 0
     tree = read(tmp_path / "out")
     tokens = [config.train.steps * batch_of(config, 16) for config in runs]
     assert len(runs) == len(tree["trials"]) == num_trials and 2e4 < min(tokens) <= max(tokens) <= 2.5e4
@@ -313,14 +314,14 @@ def test_trials_find_a_rate_and_a_batch_that_no_law_knows(rate, batch, num_trial
     assert any(f"nats in {tree['setting']['steps']:,} steps" in remark for remark in tree["remarks"])
     assert tree["prediction"] is None and "<h2>Trials</h2>" in (tmp_path / "out" / "tune.html").read_text()
     runs.clear()
-    assert tune("--trials", "20%", *out, config=continued(folder), tokens=1e6) == 0
+    assert tune("--trials", "20%", "--jobs", "1", *out, config=continued(folder), tokens=1e6) == 0
     assert not runs and read(tmp_path / "out") == tree
     other = shutil.copytree(folder, tmp_path / "folder")
-    assert tune("--trials", "20%", *out, config=continued(other), tokens=1e6) == 0
+    assert tune("--trials", "20%", "--jobs", "1", *out, config=continued(other), tokens=1e6) == 0
     runs.clear()
     [weights] = other.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
-    assert tune("--trials", "20%", *out, config=continued(other), tokens=1e6) == 0
+    assert tune("--trials", "20%", "--jobs", "1", *out, config=continued(other), tokens=1e6) == 0
     assert len(runs) == num_trials  # the folder has other weights than before
 
 
