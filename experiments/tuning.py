@@ -119,12 +119,12 @@ class Sweep:
 
     def explore(self) -> None:
         rate = self.prediction["rate"]
-        wanted = [
+        wanted = [(rate, self.sequences, late, seed) for seed in SEEDS for late in {self.is_late, False}]
+        wanted += [
             (rate * math.sqrt(batch) * factor, round(self.sequences * batch), self.is_late, SEEDS[0])
             for batch in BATCHES
             for factor in (RATES if batch == 1 else RATES[::2])
         ]
-        wanted += [(rate, self.sequences, late, seed) for seed in SEEDS for late in {self.is_late, False}]
         for _ in range(MOST_ROUNDS):
             self.run(wanted)
             if not (wanted := self._beyond()):

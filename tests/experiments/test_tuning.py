@@ -12,6 +12,7 @@ from slipstream.config.schema import Config
 from slipstream.config.toml import to_toml
 from slipstream.tools.study.grid import Grid
 from slipstream.tools.study.record import Record
+from slipstream.tools.tune import fit as fitting
 
 TARGET = changed(Config(), model__dim=32, model__num_layers=1, model__sequence_length=16, train__device="cpu")
 BEST_RATE, BEST_SEQUENCES = 0.03, 16
@@ -46,6 +47,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuning.Sweep:
         return found
 
     monkeypatch.setattr(tuning, "run_study", run_study)
+    monkeypatch.setattr(fitting, "NUM_SAMPLES", 16)
     return tuning.Sweep(tmp_path, None)
 
 

@@ -50,7 +50,7 @@ NEAR = 0.5
 the start."""
 FEW_STEPS = 1000
 """Number of steps at which a branch counts half. Shorter ones are still at the start, where losses follow no power law:
-in our tests they missed it by 1 to 10 %."""
+in our tests they missed it by 1 to 19 %."""
 IRREDUCIBLE = 0.3
 """E in nats per byte of text. Chinchilla's 1.69 nats per token are 0.4 per byte (arXiv:2203.15556). Our tests of small
 models on bytes (benchmarks/tune_h200_2026-11-18) want less of it, and smaller exponents."""

@@ -92,7 +92,8 @@ def summary(tuning: Tuning) -> list[tuple[str, str, str]]:
     """Returns (what, value, detail) of the setting."""
     section, train, prediction = tuning.config.optimizer, tuning.config.train, tuning.prediction
     replicas = tuning.config.pipeline.replicas
-    split = f"{train.microbatch_size} sequences x {tuning.config.pipeline.microbatches} microbatches"
+    plural = "" if train.microbatch_size == 1 else "s"
+    split = f"{train.microbatch_size} sequence{plural} x {tuning.config.pipeline.microbatches} microbatches"
     source = _band(prediction.rate_band) if prediction else "Step Law"
     if tuning.trials:
         source = f"trials, {_band(tuning.trials.band)}"
@@ -105,9 +106,9 @@ def summary(tuning: Tuning) -> list[tuple[str, str, str]]:
     if section.adamw_learning_rate is not None:
         rows.insert(1, ("rate of AdamW", f"{section.adamw_learning_rate:g}", "embedding, head, norms"))
     if prediction:
-        rows.append(("final loss", f"{prediction.loss:.4f}", f"{_band(prediction.loss_band)}, nats per token"))
+        rows.append(("final loss", f"{prediction.loss:.4f}", f"{_band(prediction.loss_band, '.4f')}, nats per token"))
         if prediction.gap:
-            rows.append(("of it by the delay", f"{prediction.gap:.4f}", _band(prediction.gap_band)))
+            rows.append(("of it by the delay", f"{prediction.gap:.4f}", _band(prediction.gap_band, ".4f")))
     return rows
 
 
@@ -130,8 +131,8 @@ def advice_on_synchronous(tuning: Tuning) -> str:
     return f"{text} From about {prediction.synchronous_batch:,.0f} tokens in a step on, choose it."
 
 
-def _band(band: Sequence[float]) -> str:
-    return f"{band[0]:.4g} to {band[1]:.4g}"
+def _band(band: Sequence[float], form: str = ".3g") -> str:
+    return f"{band[0]:{form}} to {band[1]:{form}}"
 
 
 def page(tuning: Tuning) -> str:

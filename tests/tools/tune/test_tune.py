@@ -101,7 +101,7 @@ def tuned(tmp_path_factory):
         patch.setattr(fitting, "NUM_SAMPLES", 16)
         patch.setattr(trunks, "run_trunk", known_losses)
         patch.setattr(pages, "figures", lambda *_: {})
-        assert tune("--budget", "60%", "--output", str(out), config=SMALL, tokens=5e7) == 0
+        assert tune("--budget", "60%", "--jobs", "2", "--output", str(out), config=SMALL, tokens=5e7) == 0
     return out, said.getvalue()
 
 
@@ -164,6 +164,16 @@ def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short
     assert tune("--budget", "1000%", "--output", str(out)) == 0
     again = read(out)
     assert {**again, "trunks": None} == {**tree, "trunks": None}
+
+
+def test_the_number_of_jobs_changes_nothing(tuned, tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(fitting, "NUM_SAMPLES", 16)
+    out = tmp_path / "out"
+    assert tune("--budget", "60%", "--jobs", "1", "--output", str(out), config=SMALL, tokens=5e7) == 0
+    one, two = read(out), read(tuned[0])
+    for tree in (one, two):
+        tree["trunks"] = sorted([row["id"], row["losses"]] for row in tree["trunks"])
+    assert one["trunks"] == two["trunks"] and one["prediction"] == two["prediction"]
 
 
 def test_a_known_law_is_found_by_the_whole_command(tuned):
