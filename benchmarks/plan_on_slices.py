@@ -5,14 +5,18 @@
         --train.microbatch-size 1 \\
         --model.dim 4096 --model.num-layers 16 --model.num-heads 32 --model.num-kv-heads 32 --model.hidden-dim 10880 \\
         --model.vocab-size 256 --model.sequence-length 1024
-    python benchmarks/plan_on_slices.py slice.json m4/results.json m8/results.json
+    slipstream profile ... the same with --output alone.json --pipeline.stages 1
+    python benchmarks/plan_on_slices.py slice.json m4/results.json m8/results.json --alone alone.json
 
 The first table compares. The second says what the same stages would do in longer pipelines: four blocks, the same
 update and the same time of a message on each of 64 or 1,024 GPUs.
 
 Forwards and backwards cost what the profile says, which knows nothing of pipelines. A message takes as long as the
 bench measured between two stages, and an update as long as in the bench's one_f_one_b, which makes it in turn: the
-bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. Printed are the schedules that
+bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. The first profile is of a slice next to
+busy slices, and the second of one next to idle ones: the slices of a GPU share its memory bandwidth and its power, so
+costs lie between the two by the share of the time that a stage computes in the predicted schedule. Stages with a GPU
+each have no such neighbours, so the second table is of the first profile alone. Printed are the schedules that
 plan knows, larger differences last.
 """
 
@@ -29,7 +33,7 @@ from slipstream.model.registry import Decoder
 from slipstream.tools.bench.workloads import GpuSetting, Placement, layers_per_chunk
 from slipstream.tools.plan.costs import measured_costs
 from slipstream.tools.plan.predict import SCHEDULES, StageCosts, predict
-from slipstream.train.layer_profile import Profile, read_profile
+from slipstream.train.layer_profile import read_profile
 
 NAMES = {
     "ScheduleGPipe": "gpipe",
@@ -38,6 +42,8 @@ NAMES = {
     "ScheduleZBVZeroBubble": "zero_bubble_v",
 }
 """torch's schedules, as plan calls them; it does not know the others."""
+ITERATIONS = 5
+"""Until the costs and the share of the time that stages compute agree."""
 LONGER = ("one_f_one_b", "zero_bubble_v", "two_bw")
 
 
@@ -53,12 +59,10 @@ def update_seconds(worlds: list[dict[str, Any]]) -> float | None:
     return median(found) if found else None
 
 
-def stage_costs(
-    profile: Profile, path: Path, world: dict[str, Any], update: float | None, num_stages: int
-) -> StageCosts:
-    """The costs of the stages of one command of the bench, or of as many others."""
+def stage_costs(path: Path, world: dict[str, Any], update: float | None, num_stages: int) -> StageCosts:
+    """The costs of the stages of one command of the bench, or of as many others, with the profile at `path`."""
     setting = GpuSetting(**world["gpu"])
-    costs = measured_costs(profile, Decoder(**asdict(setting.config(num_stages))), path)
+    costs = measured_costs(read_profile(path), Decoder(**asdict(setting.config(num_stages))), path)
     sizes = layers_per_chunk(Placement(num_stages), [setting.blocks] * num_stages)
     messages = [each["message_seconds"] for contender in world["contenders"] for each in contender["rounds"]]
     latency = median([seconds for seconds in messages if seconds] or [0.0])
@@ -66,12 +70,31 @@ def stage_costs(
     return stages if update is None else replace(stages, update=(update,) * num_stages)
 
 
+def between(alone: StageCosts, busy: StageCosts, share: float) -> StageCosts:
+    """Costs of stages whose neighbours compute this share of the time."""
+
+    def mix(name: str) -> tuple[float, ...]:
+        pairs = zip(getattr(alone, name), getattr(busy, name), strict=True)
+        return tuple(low + share * (high - low) for low, high in pairs)
+
+    changed = {name: mix(name) for name in ("forward", "backward_input", "backward_weight")}
+    return replace(busy, **changed)
+
+
+def step_time(name: str, alone: StageCosts, busy: StageCosts, num_microbatches: int) -> float:
+    share = 1.0
+    for _ in range(ITERATIONS):
+        found = predict(name, between(alone, busy, share), num_microbatches)
+        share = sum(found.utilisation) / len(found.utilisation)
+    return found.step_time
+
+
 def rows(
-    profile: Profile, path: Path, world: dict[str, Any], update: float | None
+    alone: Path | None, busy: Path, world: dict[str, Any], update: float | None
 ) -> list[tuple[str, int, float, float]]:
     """Of one command of the bench: contender, microbatches, measured and predicted seconds."""
-    num_stages, found = world["num_stages"], []
-    stages = stage_costs(profile, path, world, update, num_stages)
+    found = []
+    stages, idle = (stage_costs(path, world, update, world["num_stages"]) for path in (busy, alone or busy))
     for outcome in world["contenders"]:
         contender, measured = outcome["contender"], outcome["row"]["step_seconds"]
         name = NAMES.get(contender["schedule"], contender["schedule"])
@@ -79,9 +102,8 @@ def rows(
         num_microbatches = contender["num_microbatches"]
         if measured is None or name not in SCHEDULES:
             continue
-        found.append(
-            (contender["name"], num_microbatches, measured["median"], predict(name, stages, num_microbatches).step_time)
-        )
+        predicted = step_time(name, idle, stages, num_microbatches)
+        found.append((contender["name"], num_microbatches, measured["median"], predicted))
     return found
 
 
@@ -89,11 +111,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", type=Path)
     parser.add_argument("results", type=Path, nargs="+", help="that slipstream bench --device cuda wrote")
+    parser.add_argument("--alone", type=Path, help="profile of a slice whose neighbours are idle")
     given = parser.parse_args()
     profile = read_profile(given.profile)
     worlds = [world for path in given.results for world in json.loads(path.read_text(encoding="utf-8"))["worlds"]]
     update = update_seconds(worlds)
-    found = [row for world in worlds for row in rows(profile, given.profile, world, update)]
+    found = [row for world in worlds for row in rows(given.alone, given.profile, world, update)]
     print(f"{profile.device}, torch {profile.torch}\n")
     print("| | m | measured, ms | predicted, ms | off by |\n|---|---:|---:|---:|---:|")
     for name, num_microbatches, measured, predicted in sorted(found, key=lambda row: abs(row[3] / row[2] - 1)):
@@ -104,7 +127,7 @@ def main() -> None:
     print("\n| stages | m | " + " | ".join(f"{name}, ms" for name in LONGER) + " | two_bw over 1F1B | over ZB-V |")
     print("|---:|---:|" + "---:|" * (len(LONGER) + 2))
     for num_stages in (64, 1024):
-        stages = stage_costs(profile, given.profile, worlds[0], update, num_stages)
+        stages = stage_costs(given.profile, worlds[0], update, num_stages)
         for num_microbatches in (num_stages, 2 * num_stages, 4 * num_stages):
             times = [1e3 * predict(name, stages, num_microbatches).step_time for name in LONGER]
             cells = [f"{milliseconds:,.0f}" for milliseconds in times]
