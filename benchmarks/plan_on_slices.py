@@ -13,11 +13,11 @@ update and the same time of a message on each of 64 or 1,024 GPUs.
 
 Forwards and backwards cost what the profile says, which knows nothing of pipelines. A message takes as long as the
 bench measured between two stages, and an update as long as in the bench's one_f_one_b, which makes it in turn: the
-bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. The first profile is of a slice next to
-busy slices, and the second of one next to idle ones: the slices of a GPU share its memory bandwidth and its power, so
-costs lie between the two by the share of the time that a stage computes in the predicted schedule. Stages with a GPU
-each have no such neighbours, so the second table is of the first profile alone. Printed are the schedules that
-plan knows, larger differences last.
+bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. The first profile is of a slice
+next to busy slices, and the second of one next to idle ones: the slices of a GPU share its memory bandwidth and its
+power, so costs lie between the two by the share of the time that a stage computes in the predicted schedule. Stages
+with a GPU each have no such neighbours, so the second table is of the first profile alone. Printed are the schedules
+that plan knows, larger differences last.
 """
 
 from __future__ import annotations
