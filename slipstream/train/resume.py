@@ -72,14 +72,15 @@ def difference(first: str, own: str, rank: int) -> str | None:
 def corpus_facts(batches: Batches) -> dict[str, Any]:
     """Returns facts that identify a corpus: its length, and a hash of its first and last tokens. If sources are mixed,
     these facts about each of them follow."""
-    facts, start = _facts_of(batches.tokens, 0, len(batches.tokens)), 0
+    facts, start = text_facts(batches.tokens, 0, len(batches.tokens)), 0
     for source in batches.sources:
-        facts.setdefault("sources", []).append(_facts_of(batches.tokens, start, start + source.num_tokens))
+        facts.setdefault("sources", []).append(text_facts(batches.tokens, start, start + source.num_tokens))
         start += source.num_tokens
     return facts
 
 
-def _facts_of(tokens: Tokens, start: int, stop: int) -> dict[str, Any]:
+def text_facts(tokens: Tokens, start: int, stop: int) -> dict[str, Any]:
+    """Returns the number of these tokens, and a hash of the first and last of them."""
     ends = tokens.read(start, min(start + SAMPLE_TOKENS, stop)), tokens.read(max(start, stop - SAMPLE_TOKENS), stop)
     return {"tokens": stop - start, "sample": hashlib.sha256(np.concatenate(ends).tobytes()).hexdigest()[:16]}
 

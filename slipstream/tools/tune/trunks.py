@@ -30,6 +30,7 @@ from ...config.schema import Config
 from ...data import text_size
 from ...errors import ConfigError, RunFailure
 from ...train.build import build_components, read_corpus
+from ...train.resume import text_facts
 from ..study.cell import Cell
 from ..study.delayed import DelayedRun
 from ..study.workers import Messages, tell
@@ -98,10 +99,12 @@ class Trunk:
 
     @cached_property
     def id(self) -> str:
-        initial = self.cell.config.model.initial
-        weights = fingerprint(Path(initial)) if initial else ""  # the folder may have others by now
-        name = f"{self.cell.id} {self.proxy.horizons(self.batch)} {weights}".rstrip()
-        return hashlib.sha256(name.encode()).hexdigest()[:12]
+        """Names what is run. The files of the text, and the folder of weights, may have another content by now."""
+        config = self.cell.config
+        corpus, initial = read_corpus(config.data), config.model.initial
+        names = [self.cell.id, str(self.proxy.horizons(self.batch)), str(initial and fingerprint(Path(initial)))]
+        names += [str(text_facts(tokens, 0, len(tokens))) for tokens in (corpus.train, corpus.validation)]
+        return hashlib.sha256(" ".join(names).encode()).hexdigest()[:12]
 
 
 class Laboratory:

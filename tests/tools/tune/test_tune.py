@@ -32,7 +32,7 @@ from slipstream.tools.tune.advice import Size, batch_of
 from slipstream.tools.tune.fit import Fit
 from slipstream.tools.tune.proxies import choose_proxies, planned_flops, proxy_of, smaller
 from slipstream.tools.tune.trunks import run_trunk
-from slipstream.train.build import build_components
+from slipstream.train.build import build_components, read_corpus
 
 TARGET = changed(
     Config(),
@@ -164,6 +164,22 @@ def test_level_1_from_end_to_end_and_again_without_a_run(tmp_path, capsys, short
     assert tune("--budget", "1000%", "--output", str(out)) == 0
     again = read(out)
     assert {**again, "trunks": None} == {**tree, "trunks": None}
+
+
+def test_other_text_under_the_same_name_makes_another_trunk(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 400)
+
+    def trunk_id():
+        read_corpus.cache_clear()
+        config = changed(TARGET, data__sources=(str(text),))
+        model = model_of(config, 256)
+        return trunks.Trunk(proxy_of(config, model, Size.of(model), TOKENS), 0.01, 4, True).id
+
+    first = trunk_id()
+    assert trunk_id() == first
+    text.write_text("to be or not to me " * 400)
+    assert trunk_id() != first
 
 
 def test_the_number_of_jobs_changes_nothing(tuned, tmp_path, fake, monkeypatch):
