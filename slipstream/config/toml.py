@@ -8,6 +8,7 @@ import json
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,3 +113,13 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(key)} = {literal(item)}" for key, item in value.items()) + "}"
     return repr(value)
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Returns all fields as "section.name", with values as they would be read from JSON."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, dict) and not before
+        plain = list(value) if isinstance(value, tuple) else value
+        found |= flat(value, f"{name}.") if is_section else {f"{before}{name}": plain}
+    return found

@@ -1,9 +1,12 @@
-"""Rejects configurations that this machine cannot run, before any process starts."""
+"""Rejects configurations that this machine cannot run, before any process starts, and ranks that were given different
+ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from torch import nn
 from ..config.defaults import num_gpus_wanted, precision_of
 from ..config.layout import num_processes
 from ..config.schema import Config
+from ..config.toml import flat
 from ..errors import ConfigError
 from ..model.spec import ModelSpec
 from ..optim import Group
@@ -20,6 +24,16 @@ from ..transport.environment import first_address, under_torchrun, world_size
 MAX_STAGES_PER_CORE = 32
 """Largest number of stages per CPU core. Each stage is a process that has loaded torch, which takes a few hundred
 megabytes."""
+
+PLACES = (
+    "run.folder",
+    "data.sources",
+    "data.validation_sources",
+    "data.tokenizer",
+    "model.initial",
+    "pipeline.profile",
+)
+"""Fields that name files. They may differ between hosts."""
 
 
 def check_torchrun(config: Config) -> None:
@@ -163,3 +177,20 @@ def check_machine(config: Config) -> None:
             f"{'threads' if is_threaded else 'processes'}, more than the {most} that this machine's cores are trusted "
             "with: use fewer, or torchrun on more machines"
         )
+
+
+def configuration_text(config: Config) -> str:
+    """Returns the configuration as JSON, to compare it between processes."""
+    return json.dumps({name: value for name, value in flat(asdict(config)).items() if name not in PLACES})
+
+
+def difference(first: str, own: str, rank: int) -> str | None:
+    """Returns a sentence about the first field whose value is another than in the first process, or None."""
+    theirs, ours = json.loads(first), json.loads(own)
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            return (
+                f"{name} = {value!r} on rank {rank} is {theirs.get(name)!r} on rank 0: start all ranks with the same "
+                "configuration"
+            )
+    return None

@@ -37,8 +37,9 @@ from ..transport.base import Transport
 from ..transport.world import World
 from .build import Components
 from .checkpointing import Saver, SignalRequests, checkpoint_store
+from .preflight import configuration_text, difference
 from .reshape import Commands, Phase, Reshaping
-from .resume import configuration_text, corpus_facts, difference, sync_start_steps
+from .resume import corpus_facts, sync_start_steps
 from .run_folder import run_folder
 
 

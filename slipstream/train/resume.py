@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from ..config.defaults import peak_rates_of
 from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of
 from ..config.schema import Config
-from ..config.toml import build
+from ..config.toml import build, flat
 from ..data import Batches, Tokens
 from ..errors import ConfigError
 from ..model.spec import ModelSpec
@@ -39,34 +38,6 @@ MODEL_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "train.fre
 """Settings that decide which weights a checkpoint has, and what they mean."""
 
 SAMPLE_TOKENS = 2**16
-
-
-PLACES = (
-    "run.folder",
-    "data.sources",
-    "data.validation_sources",
-    "data.tokenizer",
-    "model.initial",
-    "pipeline.profile",
-)
-"""Fields that name files. They may differ between hosts."""
-
-
-def configuration_text(config: Config) -> str:
-    """Returns the configuration as JSON, to compare it between processes."""
-    return json.dumps({name: value for name, value in _flat(asdict(config)).items() if name not in PLACES})
-
-
-def difference(first: str, own: str, rank: int) -> str | None:
-    """Returns a sentence about the first field whose value is another than in the first process, or None."""
-    theirs, ours = json.loads(first), json.loads(own)
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            return (
-                f"{name} = {value!r} on rank {rank} is {theirs.get(name)!r} on rank 0: start all ranks with the same "
-                "configuration"
-            )
-    return None
 
 
 def corpus_facts(batches: Batches) -> dict[str, Any]:
@@ -89,7 +60,7 @@ def changes(found: Checkpoint, config: Config, components: Components) -> Iterat
     """Yields a line for everything that differs from the configuration and corpus that the checkpoint was made with."""
     facts: Mapping[str, Any] = next(iter(found.facts.values()))
     tree = facts.get("config")
-    then, now = _flat(tree if isinstance(tree, dict) else {}), _flat(asdict(config))
+    then, now = flat(tree if isinstance(tree, dict) else {}), flat(asdict(config))
     for name in sorted(then.keys() & now.keys()):
         if then[name] != now[name] and name not in UNTOLD:
             yield f"{name} was {then[name]!r} until step {found.step}, and is {now[name]!r} from here on"
@@ -126,16 +97,6 @@ def keep_configuration(folder: Path, step: int) -> None:
             (folder / "config.toml").replace(folder / f"config.until-step-{step}.toml")
     except OSError as error:
         raise unwritable(folder, error) from error
-
-
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Returns all fields as "section.name", with values as they would be read from JSON."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        is_section = isinstance(value, dict) and not before
-        plain = list(value) if isinstance(value, tuple) else value
-        flat |= _flat(value, f"{name}.") if is_section else {f"{before}{name}": plain}
-    return flat
 
 
 TOY_SHAPE = (3, 5, 7, 11)
@@ -188,8 +149,8 @@ def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
 def _check_frozen(found: Checkpoint, config: Config, model: ModelSpec, where: str) -> None:
     """Raises a ConfigError if other weights are frozen than before, or if frozen weights have changed."""
     facts = next(iter(found.facts.values()))
-    usual, tree = _flat(asdict(Config())), facts.get("config")
-    then, now = usual | _flat(tree if isinstance(tree, dict) else {}), _flat(asdict(config))
+    usual, tree = flat(asdict(Config())), facts.get("config")
+    then, now = usual | flat(tree if isinstance(tree, dict) else {}), flat(asdict(config))
     for name in MODEL_SETTINGS:
         if then[name] != now[name]:
             raise ConfigError(
