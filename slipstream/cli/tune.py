@@ -282,7 +282,7 @@ def _trial_remarks(tried: Trials, size: Size, tokens: float) -> list[str]:
 def _print(screen: Screen, tuning: Tuning) -> None:
     screen.print("")
     for what, value, detail in summary(tuning):
-        screen.print(f"  {what:<20}{value:<18}{detail}")
+        screen.print(f"  {what:<20}{value:<17} {detail}")
     screen.print("\npublished laws")
     for row in tuning.laws:
         rate = "no rate" if row["rate"] is None else f"rate of AdamW {row['rate']:.3g} (here {row['converted']:.3g})"

@@ -19,7 +19,7 @@ from ...config.rules import schedule_of
 from ...config.schema import Config
 from ...errors import ConfigError
 from ...model.spec import ModelSpec
-from .laws import GAPS, GAPS_SOURCE, LAWS, STEP_LAW, UNKNOWN, measured_gap, weight_decay
+from .laws import GAPS, GAPS_SOURCE, LAWS, STEP_LAW, STEP_LAW_TOKENS, UNKNOWN, measured_gap, weight_decay
 
 TOKENS_PER_PARAMETER = 20
 WARMUP_SHARE, MAX_WARMUP_STEPS = 0.05, 1000
@@ -27,6 +27,8 @@ DECAY_SHARE = 0.2
 """Share of the steps at the end in which the rate falls, as in Hägele et al. (arXiv:2405.18392)."""
 SPECTRAL = ("muon", "normuon", "scion")
 """Optimizers whose update has a spectral norm of the learning rate."""
+FEWEST_STEPS = 20
+"""Fewest steps of a run that laws can say something about."""
 DEAR = 0.01
 """Gap of the delay in nats from which it deserves a warning."""
 LARGE_BATCH = 2.0
@@ -66,7 +68,13 @@ def level_0(config: Config, model: ModelSpec, size: Size, tokens: float) -> tupl
     config = with_batch(config, model.sequence_length, batch)
     rate *= math.sqrt(batch_of(config, model.sequence_length) / batch)
     config = with_rate(config, size, model.sequence_length, rate, tokens)
-    return config, remarks(config, model, size, batch)
+    if config.train.steps < FEWEST_STEPS:
+        there = batch_of(config, model.sequence_length)
+        raise ConfigError(
+            f"tokens = {tokens:.3g} is too few: a step that keeps the pipeline full has {there:,}, so give "
+            f"{FEWEST_STEPS * there:.3g} or more"
+        )
+    return config, remarks(config, model, size, tokens, batch)
 
 
 def rate_factor(config: Config, dim: int) -> float:
@@ -163,7 +171,7 @@ def law_rows(config: Config, size: Size, tokens: float) -> list[dict[str, Any]]:
     return rows
 
 
-def remarks(config: Config, model: ModelSpec, size: Size, wanted_batch: float) -> list[str]:
+def remarks(config: Config, model: ModelSpec, size: Size, tokens: float, wanted_batch: float) -> list[str]:
     """Returns what to know about a setting of level 0. config: that of the setting. wanted_batch: the batch before it
     was rounded."""
     found, batch, name = [], batch_of(config, model.sequence_length), config.optimizer.name
@@ -172,6 +180,12 @@ def remarks(config: Config, model: ModelSpec, size: Size, wanted_batch: float) -
         found.append(
             f"{size.parameters:.3g} parameters without embedding and head are outside the runs of {STEP_LAW.name} "
             f"({low:.0e} to {high:.0e}): the rate is an extrapolation."
+        )
+    low, high = STEP_LAW_TOKENS
+    if not low <= tokens <= high:
+        found.append(
+            f"{tokens:.3g} tokens are outside the runs of {STEP_LAW.name} ({low:.0e} to {high:.0e}): rate and batch "
+            "are extrapolations."
         )
     if model.num_experts:
         found.append(
@@ -190,9 +204,9 @@ def remarks(config: Config, model: ModelSpec, size: Size, wanted_batch: float) -
         )
     if batch > LARGE_BATCH * wanted_batch:
         found.append(
-            f"A pipeline of {config.pipeline.stages} stages and {config.pipeline.replicas} replicas needs {batch:,} "
-            f"tokens in a step, {batch / wanted_batch:.1f} times the {wanted_batch:,.0f} of the law: use shorter "
-            "sequences, fewer stages or fewer replicas."
+            f"Full pipelines (pipeline.stages = {config.pipeline.stages}, pipeline.replicas = "
+            f"{config.pipeline.replicas}) need {batch:,} tokens in a step, {batch / wanted_batch:.1f} times the "
+            f"{wanted_batch:,.0f} of the law: use shorter sequences, fewer stages or fewer replicas."
         )
     if is_delayed(config):
         found.append(gap_remark(config))

@@ -39,6 +39,8 @@ STEP_LAW = Law(
     lambda n, d: 0.58 * d**0.571,
     lambda n, d: 1.79 * n**-0.713 * d**0.307,
 )
+STEP_LAW_TOKENS = 2e9, 1e11
+"""Fewest and most tokens of its runs."""
 DEEPSEEK = Law(
     "DeepSeek LLM",
     "arXiv:2401.02954",

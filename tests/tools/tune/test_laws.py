@@ -120,12 +120,18 @@ def test_the_remarks_name_what_is_uncertain():
     config, big = model("moe-10b", pipeline__stages=8, pipeline__microbatches=8, pipeline__replicas=16)
     size = Size.of(big)
     made = with_rate(with_batch(config, 4096, 1e5), size, 4096, 0.01, 1e9)
-    said = " ".join(remarks(made, big, size, 1e5))
-    for part in ("outside the runs of Step Law", "an assumption", "0.2 sqrt(dim) = 9.05", "5.2 times the 100,000"):
+    said = " ".join(remarks(made, big, size, 1e9, 1e5))
+    for part in (
+        "outside the runs of Step Law",
+        "1e+09 tokens are outside the runs of Step Law",
+        "an assumption",
+        "0.2 sqrt(dim) = 9.05",
+        "5.2 times the 100,000",
+    ):
         assert part in said
     assert "Warning" in said and "nats per byte" in said
     sync = changed(made, pipeline__schedule="one_f_one_b")
-    assert "delay" not in " ".join(remarks(sync, big, size, 1e5))
+    assert "delay" not in " ".join(remarks(sync, big, size, 1e9, 1e5))
 
 
 def test_the_check_against_our_own_sweep():

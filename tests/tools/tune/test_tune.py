@@ -126,6 +126,12 @@ def test_level_0_writes_a_configuration_that_trains(tmp_path, capsys):
     assert cli.run(["train", path, *arguments, "--run.folder", str(tmp_path), "--pipeline.transport", "thread"]) == 0
 
 
+def test_too_few_tokens_for_a_law(tmp_path, capsys):
+    assert tune("--output", str(tmp_path / "out"), tokens=100) == 2
+    said = capsys.readouterr().err
+    assert "tokens = 100 is too few: a step that keeps the pipeline full has 32, so give 640 or more" in said
+
+
 def test_more_stages_than_microbatches_are_no_mistake_because_their_number_is_chosen(tmp_path):
     config = changed(TARGET, pipeline__stages=6, pipeline__microbatches=4)
     assert tune("--output", str(tmp_path / "out"), config=config, tokens=1e6) == 0
