@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from ..config.defaults import settled
 from ..config.layout import validate_layouts
 from ..config.models import model_of, recomputed_layers
@@ -22,12 +24,16 @@ from ..model.spec import ModelSpec
 from ..observe.sinks import sink_classes
 from ..optim import Group
 from ..pipeline import PartitionError, Samples, partition
-from ..pipeline.partition import check_sizes
+from ..pipeline.partition import check_sizes, tied_parameters
 from ..pipeline.pipeline import plan_schedule
-from ..schedule import TRAITS
+from ..schedule import TRAITS, Schedule
+from ..schedule.check import check
 from ..transport.environment import under_torchrun
 from .layer_profile import read_profile
 from .preflight import check_cuda, check_memory, check_model, check_num_processes, check_optimizers, check_torchrun
+
+CHECKED_STEPS, MOST_CHECKED = 3, 1024
+"""Steps of a schedule that are checked before a run, and stages times microbatches up to which they are."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,9 @@ def build_components(config: Config) -> Components:
         check_optimizers(config, groups, model)
         sizes = _layers_per_stage(config, model)
         check_num_processes(config, model)
-        plan_schedule(schedule_of(config), groups, _has_tied(config, model), config.train.non_finite == "skip")
+        schedule = schedule_of(config)
+        _check_order(schedule)
+        plan_schedule(schedule, groups, _has_tied(config, model, sizes), config.train.non_finite == "skip")
         rate = learning_rate(config)
         samples = _samples(config, model, corpus)
     except ConfigError:
@@ -180,19 +188,28 @@ def _separating(model: ModelSpec, corpus: Corpus) -> ModelSpec:
         ) from None
 
 
-def _has_tied(config: Config, model: ModelSpec) -> bool:
-    """Returns whether a weight is held by two stages.
+def _has_tied(config: Config, model: ModelSpec, sizes: list[int]) -> bool:
+    """Returns whether two stages hold a weight that is updated.
 
     Raises a ConfigError if the schedule does not allow this.
     """
-    name = config.pipeline.schedule
-    has_tied = model.steps_tied_weights and config.pipeline.stages > 1
-    if has_tied and TRAITS[name].steps_alone:
+    with torch.device("meta"):
+        tied = tied_parameters(model.layers(), sizes)
+    names = [name for name, weight in tied.items() if not weight.is_frozen]
+    if names and TRAITS[config.pipeline.schedule].steps_alone:
         raise ConfigError(
-            f"model.tied_embeddings = true needs first and last stage to step together, and those of {name} do not: "
-            "set model.tied_embeddings = false, or pipeline.schedule = 'two_bw'"
+            f"pipeline.schedule = {config.pipeline.schedule!r} lets every stage step on its own, and {names[0]} and "
+            f"{names[1]} are one weight on two stages: set model.tied_embeddings = false or untie them, or "
+            "pipeline.schedule = 'two_bw'"
         )
-    return has_tied
+    return bool(names)
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Checks the first steps of a schedule, which may be of the user's own. Large ones would take seconds."""
+    if schedule.num_stages * schedule.num_microbatches <= MOST_CHECKED:
+        steps = schedule.sync_start_steps + CHECKED_STEPS
+        check(replace(schedule, num_steps=min(steps, schedule.num_steps or steps)))
 
 
 def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches, ValidationBatches | None]:

@@ -55,7 +55,7 @@ TRAIN_MISTAKES = [
     ("--pipeline.schedule paci", "set optimizer.error_feedback = 0, or pipeline.schedule = 'two_bw'"),
     (
         "--pipeline.schedule pipedream --model.tied-embeddings True",
-        "set model.tied_embeddings = false, or pipeline.schedule = 'two_bw'",
+        "embedding.weight and head.output.weight are one weight on two stages: set model.tied_embeddings = false or",
     ),
     ("--pipeline.transport smoke", "pipeline.transport = 'smoke' is invalid: write one of process, thread"),
     ("--model.preset huge", "model.preset = 'huge' is unknown: choose one of"),

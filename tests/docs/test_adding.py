@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import slipstream
 from slipstream.cli import plan, run
+from slipstream.schedule import TRAITS, Action, Traits, generators
 
 PAGES = Path(__file__).parents[2] / "docs" / "development"
 SMALL = [
@@ -101,6 +104,10 @@ def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_a
             "--model.name mymodels.ShiftModel --train.loss-chunk-tokens 8",
             "train.loss_chunk_tokens = 8 is not supported",
         ),
+        (
+            "--model.name mymodels.TiedModel --pipeline.schedule pipedream --optimizer.error-feedback 0",
+            "pipeline.schedule = 'pipedream' lets every stage step on its own, and",
+        ),
         ("--data.loader mydata.missing", "data.loader = 'mydata.missing' cannot be imported"),
         ("--data.loader mydata.load_sums --data.sources many", "data.loader = 'mydata.load_sums' failed (ValueError"),
         (
@@ -112,7 +119,7 @@ def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_a
     ],
 )
 def test_a_mistake_with_ones_own_is_one_sentence_before_anything_starts(folder, text_file, capsys, arguments, sentence):
-    (folder / "mymodels.py").write_text(code_of("add_model.md")[0])
+    (folder / "mymodels.py").write_text(code_of("add_model.md")[0] + TIED)
     (folder / "mydata.py").write_text(code_of("add_data_source.md")[0])
     (folder / "mysinks.py").write_text(code_of("add_sink.md")[0])
     sources = [] if "--data.sources" in arguments else ["--data.sources", str(text_file)]
@@ -120,6 +127,19 @@ def test_a_mistake_with_ones_own_is_one_sentence_before_anything_starts(folder, 
     said = capsys.readouterr().err
     assert said.startswith(f"slipstream: {sentence}") and said.count("\n") == 1, said
     assert not Path("runs").exists()
+
+
+def test_a_schedule_that_breaks_a_promise_is_refused(folder, text_file, capsys, monkeypatch):
+    def swapped(*place) -> Iterator[Action]:
+        actions = generators.one_f_one_b(*place)
+        yield from reversed(list(islice(actions, 2)))
+        yield from actions
+
+    monkeypatch.setitem(TRAITS, "one_f_one_b", Traits(lambda place: swapped(*place.usual), flushes=True))
+    arguments = ["--pipeline.schedule", "one_f_one_b", "--optimizer.error-feedback", "0", "--data.sources"]
+    assert run(["train", *SMALL, *arguments, str(text_file), "--train.steps", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "stage 0" in said and said.count("\n") == 1, said
 
 
 def test_a_data_source_of_the_readers_own_is_trained_on_and_resumed(folder):
