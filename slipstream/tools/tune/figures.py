@@ -43,10 +43,14 @@ def figures(
 
 def _svg(draw: Callable[[Axes], None]) -> str:
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     figure, axes = pyplot.subplots(figsize=(5.6, 4.0), layout="constrained")
     axes.grid(alpha=0.25)
     draw(axes)
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.legend()
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})

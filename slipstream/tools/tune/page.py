@@ -205,11 +205,12 @@ def _fit(tuning: Tuning, fit: Fit) -> list[str]:
     centre = fit.centre
     return [
         "<h2>The law</h2>",
-        "<pre>L = E + A n^-alpha + C d^-beta + 2k (lr/lr* - 1 - ln(lr/lr*)) + w (ln B - ln B*)^2 + gap\n"
+        "<pre>L = E + R + R/R0 (2k (lr/lr* - 1 - ln(lr/lr*)) + w (ln B - ln B*)^2) + gap\n"
+        "R = A n^-alpha + C d^-beta\n"
         "ln lr* = r + r_n ln n + r_d ln d + r_b ln b     ln B* = b + b_d ln d     gap = g (d / b)^-g_s n^g_n</pre>",
         f"<p>n, d and b are parameters, tokens and batch divided by {centre.parameters:.3g}, {centre.tokens:.3g} and "
-        f"{centre.batch:.3g}; B* is in units of the last, too. The residuals are {fit.noise:.2%} of the loss. Bands "
-        "are 5 to 95 %.</p>",
+        f"{centre.batch:.3g}; B* is in units of the last, too. R0 is R at n = d = 1. The residuals are {fit.noise:.2%} of "
+        "the loss. Bands are 5 to 95 %.</p>",
         _table(["", "value", "band", "prior", "from"], rows),
         "<h2>Trunks</h2>",
         *_sentences(tuning.records),
