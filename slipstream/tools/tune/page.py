@@ -209,8 +209,8 @@ def _fit(tuning: Tuning, fit: Fit) -> list[str]:
         "R = A n^-alpha + C d^-beta\n"
         "ln lr* = r + r_n ln n + r_d ln d + r_b ln b     ln B* = b + b_d ln d     gap = g (d / b)^-g_s n^g_n</pre>",
         f"<p>n, d and b are parameters, tokens and batch divided by {centre.parameters:.3g}, {centre.tokens:.3g} and "
-        f"{centre.batch:.3g}; B* is in units of the last, too. R0 is R at n = d = 1. The residuals are {fit.noise:.2%} of "
-        "the loss. Bands are 5 to 95 %.</p>",
+        f"{centre.batch:.3g}; B* is in units of the last, too. R0 is R at n = d = 1. The residuals are "
+        f"{fit.noise:.2%} of the loss. Bands are 5 to 95 %.</p>",
         _table(["", "value", "band", "prior", "from"], rows),
         "<h2>Trunks</h2>",
         *_sentences(tuning.records),
