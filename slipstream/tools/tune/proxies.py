@@ -134,9 +134,10 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
     budget: share of the target's FLOPs. reach: how many times the largest proxy's parameters and tokens the target may
     have.
     """
+    said = f"budget = {100 * budget:g}%"
     if not isinstance(model, Decoder):
         raise ConfigError(
-            f"budget = {budget:.2%} needs smaller models of the same family, and only those of model.name = 'decoder' "
+            f"{said} needs smaller models of the same family, and only those of model.name = 'decoder' "
             "can be made: leave --budget out"
         )
     target = Size.of(model)
@@ -164,7 +165,7 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
     if not affordable:
         least = _share(min(cost for cost, _ in priced))
         raise ConfigError(
-            f"budget = {budget:.3%} is too small: the smallest proxies cost {least} of the target's {flops:.3g} FLOPs, "
+            f"{said} is too small: the smallest proxies cost {least} of the target's {flops:.3g} FLOPs, "
             f"so use --budget {least} or more"
         )
     chosen = min(affordable, key=lambda found: _distance(found, target, tokens))
@@ -174,7 +175,7 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
         remedy = f"use --budget {_share(min(near))}" if near else "choose a smaller target"
         raise ConfigError(
             f"reach = {reach:g} is less than the {far:.3g} times by which the target exceeds the largest proxy that "
-            f"budget = {budget:.3%} pays for, of {chosen[-1].name} parameters: {remedy}, or a larger --reach"
+            f"{said} pays for, of {chosen[-1].name} parameters: {remedy}, or a larger --reach"
         )
     return chosen
 

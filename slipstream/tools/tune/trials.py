@@ -97,8 +97,8 @@ def plan_trials(config: Config, model: ModelSpec, tokens: float, share: float) -
     if steps < MIN_STEPS:
         least = MIN_STEPS * NUM_TRIALS * trial.batch * model.sequence_length / tokens
         raise ConfigError(
-            f"trials = {share:.3%} is too small: each of {NUM_TRIALS} trials would make {steps} steps, and the choice "
-            f"needs {MIN_STEPS}, so use --trials {math.ceil(100 * least):g}%"
+            f"trials = {100 * share:g}% is too small: each of {NUM_TRIALS} trials would make {steps} steps, and the "
+            f"choice needs {MIN_STEPS}, so use --trials {math.ceil(100 * least):g}%"
         )
     return trial
 
