@@ -86,8 +86,10 @@ def prepare(
     if max_tokens is not None and not 1 <= max_tokens < math.inf:
         raise DataError(f"max_tokens is {max_tokens}: set it to 1 or more.")
     from_hub = bool(sources) and all(source.startswith(HUB_PREFIX) for source in sources)
-    if validation_split is not None and not from_hub:
-        raise DataError(f"validation_split is {validation_split!r}, but sources names files: leave it out.")
+    of_datasets = {"config": config, "split": None if split == "train" else split, "validation_split": validation_split}
+    for name, value in of_datasets.items():
+        if value is not None and not from_hub:
+            raise DataError(f"{name} is {value!r}, but sources names files: leave it out.")
     if validation_split == split:
         raise DataError(f"validation_split is {split!r}, which is also the split to train on: name another.")
     paths = [] if from_hub else expand(sources, "sources", (*TEXT_SUFFIXES, PARQUET_SUFFIX, SHARD_SUFFIX))

@@ -177,8 +177,15 @@ def test_datasets_do_not_mix_with_files_and_training_does_not_read_them(tmp_path
         prepare([str(tmp_path / "a.txt"), "hf:some/name"], "bytes", tmp_path / "out" / "web")
     with pytest.raises(DataError, match=r"data\.sources names 'hf:some/name', which only slipstream prepare reads"):
         load_corpus(DataConfig(("hf:some/name",)))
-    with pytest.raises(DataError, match="validation_split is 'test', but sources names files: leave it out"):
-        prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out" / "web", validation_split="test")
+
+
+@pytest.mark.parametrize("option", ["config", "split", "validation_split"])
+def test_options_of_datasets_are_refused_for_files(tmp_path: Path, option: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    settings: dict[str, Any] = {option: "test"}
+    with pytest.raises(DataError, match=f"^{option} is 'test', but sources names files: leave it out"):
+        prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out" / "web", **settings)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
