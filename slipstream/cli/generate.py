@@ -19,7 +19,7 @@ class GenerateArguments:
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN[@STEP]|FOLDER")]
     """The folder of a run, or its name below runs/; or the folder of a model."""
-    prompt: str = "\n"
+    prompt: Annotated[str, tyro.conf.arg(help_behavior_hint=r"(default: '\n')")] = "\n"
     """The beginning of the text."""
     max_tokens: int = 128
     """The most tokens to add. Text also ends with the model's end-of-text token, and where its positions end."""

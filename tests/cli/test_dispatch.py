@@ -24,3 +24,11 @@ def test_a_reader_that_leaves_early_gets_no_traceback(arguments):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_default_that_is_a_newline_is_shown_as_an_escape(capsys):
+    from slipstream.cli.dispatch import run
+
+    with pytest.raises(SystemExit):
+        run(["generate", "--help"])
+    assert r"The beginning of the text. (default: '\n')" in capsys.readouterr().out
