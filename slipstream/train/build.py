@@ -229,15 +229,30 @@ def _batches(config: Config, model: ModelSpec, corpus: Corpus) -> tuple[Batches,
         return batches, None
     per_source = config.evaluation.per_source
     parts = corpus.held_out_sources if per_source and corpus.held_out_sources else corpus.sources
+    remedy = "raise data.validation_fraction, name data.validation_sources"
+    if corpus.held_out_sources:
+        remedy = "give data.validation_sources more text"
     _check_window(
         max((source.num_held_out for source in parts), default=0) or len(corpus.validation),
         "validation",
         length,
-        "raise data.validation_fraction, name data.validation_sources, or set evaluation.batches = 0",
+        f"{remedy}, or set evaluation.batches = 0",
     )
+    for source in parts if per_source else ():
+        _check_window(
+            source.num_held_out,
+            f"validation in {source.name!r}",
+            length,
+            "give that source more text, or set evaluation.per_source = false",
+        )
     held_out = validation_batches(
         corpus.validation, length, size, config.evaluation.batches, parts, per_source=per_source
     )
+    if per_source and (missing := {part.name for part in parts} - {part.name for part in held_out.parts}):
+        raise ConfigError(
+            f"evaluation.batches = {config.evaluation.batches} is too few: no batch has text of {min(missing)!r}, so "
+            "use more, or set evaluation.per_source = false"
+        )
     if per_source and len(held_out.parts) < 2:
         raise ConfigError(
             "evaluation.per_source = true finds one source of held-out text: name several in data.validation_sources, "

@@ -120,14 +120,43 @@ def test_a_study_has_the_losses_of_the_pipeline(two: Config) -> None:
     assert numbers < mean < letters
 
 
-def test_a_source_without_windows_among_the_batches_is_left_out(two: Config, tmp_path: Path) -> None:
+def test_a_source_with_too_little_held_out_text_is_refused(two: Config, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("0 9 8 7 6 5 4 3 2 1 " * 400)
     (tmp_path / "letters.txt").write_text("abc")
-    with pytest.raises(ConfigError, match=r"evaluation\.per_source = true finds one source of held-out text"):
-        build_components(two)
+    config = changed(two, data__validation_sources=(*two.data.validation_sources, str(tmp_path / "more.txt")))
+    takes = r"model\.sequence_length = 16 takes 17 tokens and there are 4 for validation"
+    for each in (two, config):
+        with pytest.raises(ConfigError, match=rf"{takes} in '.*letters.txt': .* or set evaluation.per_source = false"):
+            build_components(each)
+    assert build_components(changed(two, evaluation__per_source=False)).validation is not None
+    assert build_components(changed(two, model__sequence_length=3)).validation is not None
     (tmp_path / "numbers.txt").write_text("123")
     read_corpus.cache_clear()  # a process reads a corpus once
-    with pytest.raises(ConfigError, match=r"model\.sequence_length = 16 takes 17 tokens and there are 4 for validat"):
+    with pytest.raises(ConfigError, match=f"{takes}: shorten it, or give data.validation_sources more text, or set"):
         build_components(two)
+
+
+def test_a_weighted_source_with_too_little_held_out_text_is_refused(two: Config, tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{name}.txt") for name in ("numbers", "letters", "train")]
+    (tmp_path / "letters.txt").write_text("abcde " * 50)
+    config = changed(two, data__sources=tuple(files), data__validation_sources=(), data__weights=(1.0, 1.0, 1.0))
+    with pytest.raises(ConfigError, match=r"takes 17 tokens and there are 15 for validation in '.*letters.txt'"):
+        build_components(config)
+
+
+def test_batches_too_few_for_a_source_are_refused(two: Config, tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{name}.txt") for name in ("numbers", "letters")]
+    fields = {"data__sources": tuple(files), "data__validation_sources": (), "data__weights": (9.0, 1.0)}
+    config = changed(two, **fields, evaluation__batches=1)
+    with pytest.raises(ConfigError, match=r"evaluation.batches = 1 is too few: no batch has text of '.*letters.txt'"):
+        build_components(config)
+    assert build_components(changed(config, evaluation__batches=6)).validation is not None
+
+
+def test_one_source_of_held_out_text_is_refused(two: Config) -> None:
+    config = changed(two, data__validation_sources=two.data.validation_sources[:1])
+    with pytest.raises(ConfigError, match=r"evaluation\.per_source = true finds one source of held-out text"):
+        build_components(config)
 
 
 def test_a_file_that_is_named_twice_is_refused(two: Config, tmp_path: Path) -> None:
