@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -151,12 +152,13 @@ def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelS
 
 
 def with_model(config: Config, model: ModelSpec) -> Config:
-    """Returns the configuration with all fields of the model filled in, so that none depends on the preset or the
-    corpus."""
+    """Returns the configuration with all fields of the model filled in, so that none depends on the preset, the corpus
+    or the working directory."""
     values = model.facts()
     names = {member.name for member in dataclasses.fields(ModelSection)} & values.keys()
     section = dataclasses.replace(config.model, **{name: values[name] for name in names})
-    return dataclasses.replace(config, model=section)
+    initial, hf = (path and os.path.abspath(expand_home(path)) for path in (section.initial, section.hf))
+    return dataclasses.replace(config, model=dataclasses.replace(section, initial=initial, hf=hf))
 
 
 def recomputed_layers(config: Config, model: ModelSpec) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ another name first.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = F
     if not has_experts and {name for name in names.values() if name.split(".")[-1] in short} == targets:
         targets = short  # the usual form, where it means the same
     about = peft_config(
-        model.lora, sorted(targets), base_model_name_or_path=str(model.weight_folder), task_type="CAUSAL_LM"
+        model.lora, sorted(targets), base_model_name_or_path=os.path.abspath(model.weight_folder), task_type="CAUSAL_LM"
     )
     about.inference_mode = about.init_lora_weights = True
     with _folder(folder, overwrite, "adapter_config.json") as partial:

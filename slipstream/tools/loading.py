@@ -20,7 +20,7 @@ from ..config.schema import Config, ModelSection
 from ..config.toml import load_toml
 from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
 from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, end_of_folder, token_ids
-from ..errors import UsageError
+from ..errors import ConfigError, UsageError
 from ..model.hugging_face import fields_of
 from ..model.spec import ModelSpec
 from ..train.resume import check_base
@@ -54,7 +54,9 @@ class Source:
 def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Source:
     """Finds a model. path: the folder of a run, or of Hugging Face. step: of which checkpoint of a run; None means the
     newest."""
+    where = ""
     if (path / "config.toml").is_file():
+        where = f"{path / 'config.toml'}: "
         config = load_toml(path / "config.toml")
         if trains_all(config):
             # It has all fields of the model, and the checkpoint has the weights: where the run started from may be
@@ -72,7 +74,10 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
         raise UsageError(
             f"{str(path)!r} has neither a config.toml nor a config.json: give the folder of a run or model"
         )
-    model = model_of(config, 0)
+    try:
+        model = model_of(config, 0)
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from error
     if checkpoint is not None:
         check_base(checkpoint, model)
     if config.model.name != "decoder":

@@ -31,6 +31,7 @@ PLACES = (
     "data.validation_sources",
     "data.tokenizer",
     "model.initial",
+    "model.hf",
     "pipeline.profile",
 )
 """Fields that name files. They may differ between hosts."""

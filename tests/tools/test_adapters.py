@@ -121,6 +121,27 @@ def test_a_checkpoint_has_only_adapters_and_resumes_with_other_stages(tiny, base
     assert 3 * sum(t.nbytes for t in ours.values() if t.ndim) < 8 * summary_of(whole)["parameters"] * 5
 
 
+@pytest.mark.parametrize("field", ["initial", "hf"])
+def test_a_run_from_a_relative_path_is_loaded_from_any_folder(field, tiny, base, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    base()
+    config = started(tiny, field, Path("base"), run__name="lora", evaluation__batches=0, **LORA)
+    monkeypatch.chdir(tmp_path)
+    train(config)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    source = find_source(folder_of(config), None, print)
+    export(source, tmp_path / "merged", "float32")
+    export_adapter(source, tmp_path / "adapter", "float32")
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(tmp_path / "base")
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=rf"lora/config.toml: model.{field} = '{tmp_path / 'base'}' .*: give a"):
+        find_source(folder_of(config), None, print)
+    train(changed(config, **{f"model__{field}": "../moved"}, train__steps=6, checkpoint__resume=True))
+    assert find_source(folder_of(config), None, print).model.weight_folder == moved
+
+
 def test_adapters_beside_experts_are_exported_merged_only(tiny, base, tmp_path):
     """peft would load them as adapters of the experts, whose projections have the same names."""
     pytest.importorskip("peft")
