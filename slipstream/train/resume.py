@@ -151,11 +151,12 @@ def _check_frozen(found: Checkpoint, config: Config, model: ModelSpec, where: st
     facts = next(iter(found.facts.values()))
     usual, tree = flat(asdict(Config())), facts.get("config")
     then, now = usual | flat(tree if isinstance(tree, dict) else {}), flat(asdict(config))
-    for name in MODEL_SETTINGS:
+    folders = ("model.initial", "model.hf") if facts.get("base") != base_facts(model) else ()
+    for name in (*MODEL_SETTINGS, *folders):
         if then[name] != now[name]:
             raise ConfigError(
-                f"{where} was made with {name} = {then[name]}, and this configuration has {now[name]}: make it what it "
-                "was, or export the run and start another from it"
+                f"{where} was made with {name} = {then[name]!r}, and this configuration has {now[name]!r}: make it "
+                "what it was, or export the run and start another from it"
             )
     check_base(found, model)
 

@@ -166,6 +166,12 @@ def test_the_layout_may_change_while_it_runs(tiny, base, tmp_path):
         torch.testing.assert_close(moved[name], fixed[name], atol=1e-12, rtol=1e-12)
 
 
+def spoil(weights: Path) -> None:
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
 def test_what_does_not_fit_a_checkpoint_is_refused(tiny, base, tmp_path):
     pytest.importorskip("peft")
     folder = base()
@@ -180,10 +186,14 @@ def test_what_does_not_fit_a_checkpoint_is_refused(tiny, base, tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             train(changed(resumed, **fields))
-    weights = folder / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    other = shutil.copytree(folder, tmp_path / "other")
+    spoil(other / "model.safetensors")
+    said = rf"model.initial = '{folder}', and this configuration has '{other}': make it what it was, or export the run"
+    with pytest.raises(ConfigError, match=said):
+        train(changed(resumed, model__initial=str(other)))
+    with pytest.raises(ConfigError, match="and this configuration has '': make it what it was"):
+        train(replace(resumed, model=tiny.model))
+    spoil(folder / "model.safetensors")
     with pytest.raises(ConfigError, match="has other files than then: restore it"):
         train(resumed)
     with pytest.raises(ConfigError, match="has other files than then: restore it"):
