@@ -12,11 +12,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..config.files import check_output
+from ..config.models import model_of
 from ..config.optimizers import parameter_groups
 from ..config.rules import validate
-from ..config.schema import Config
+from ..config.schema import Config, DataConfig
 from ..config.toml import load_toml
 from ..errors import UsageError
+from ..model.spec import ModelSpec
+from ..train.build import corpus_vocab_size
 from .parse import parse
 
 Arguments = TypeVar("Arguments", bound=Config)
@@ -37,6 +40,15 @@ def config_of(given: Config) -> Config:
     validate(config)
     parameter_groups(config)
     return config
+
+
+def model_of_run(config: Config) -> ModelSpec:
+    """Returns the model that a run would train. A user's own model has the vocabulary of the corpus, if the
+    configuration names one and does not set the vocabulary."""
+    section = config.model
+    is_open = section.vocab_size is None and "vocab_size" not in section.arguments
+    takes_that_of_corpus = section.name != "decoder" and is_open and config.data != DataConfig()
+    return model_of(config, corpus_vocab_size(config) if takes_that_of_corpus else 0)
 
 
 def check_folder(name: str, path: Path) -> None:

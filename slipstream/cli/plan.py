@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from ..config.defaults import settled
-from ..config.models import model_of, recomputed_layers
+from ..config.models import recomputed_layers
 from ..config.schema import Config
 from ..errors import UsageError
 from ..model.spec import ModelSpec
@@ -28,7 +28,15 @@ from ..tools.plan.savings import ever_smaller
 from ..tools.plan.search import DATA_PARALLEL, Cluster, Option, Search, best_of
 from ..tools.plan.show import WIDE, draw_plan, plan_table, plan_tree
 from ..train.layer_profile import Profile, read_profile
-from .config_arguments import check_folder, config_of, parse_with_config, progress_bar, wide_console, write_to
+from .config_arguments import (
+    check_folder,
+    config_of,
+    model_of_run,
+    parse_with_config,
+    progress_bar,
+    wide_console,
+    write_to,
+)
 
 GIB = 2**30
 SEQUENCES_PER_DEVICE = 8
@@ -80,7 +88,7 @@ def main(arguments: list[str]) -> None:
     given, path, default = parse_with_config(PlanArguments, arguments, "plan")
     asked = config_of(given)
     screen = Screen()
-    model = model_of(asked, corpus_vocab_size=0)
+    model = model_of_run(asked)
     _check_plan(given)
     if asked.train.freeze:
         _check_blocks(asked, model)

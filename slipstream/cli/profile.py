@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from ..config.defaults import settled
-from ..config.models import model_of
 from ..config.rules import trains_all
 from ..config.schema import Config
 from ..errors import UsageError
@@ -17,7 +16,15 @@ from ..tools.plan.profile import measure_in_slices, measure_profile
 from ..tools.plan.show import profile_table
 from ..train.layer_profile import layer_kinds, write_profile
 from ..transport.environment import under_torchrun
-from .config_arguments import check_folder, config_of, parse_with_config, progress_bar, wide_console, write_to
+from .config_arguments import (
+    check_folder,
+    config_of,
+    model_of_run,
+    parse_with_config,
+    progress_bar,
+    wide_console,
+    write_to,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class ProfileArguments(Config):
 def main(arguments: list[str]) -> None:
     given, _, _ = parse_with_config(ProfileArguments, arguments, "profile")
     config = settled(config_of(given), "cuda" if torch.cuda.is_available() else "cpu")
-    model = model_of(config, corpus_vocab_size=0)
+    model = model_of_run(config)
     if not trains_all(config):
         raise UsageError("adapter.rank and train.freeze are unknown to slipstream profile: plan without a profile")
     if config.train.device == "cuda" and not torch.cuda.is_available():

@@ -38,7 +38,8 @@ from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
 from ..tools.tune.predict import predict
 from ..tools.tune.proxies import choose_proxies, planned_flops
 from ..tools.tune.trials import NUM_TRIALS, Trials, plan_trials, run_trials
-from ..tools.tune.trunks import Laboratory, Record, Workers, check_corpus, corpus_vocab_size, explore
+from ..tools.tune.trunks import Laboratory, Record, Workers, check_corpus, explore
+from ..train.build import corpus_vocab_size
 from ..transport.environment import under_torchrun
 from .config_arguments import config_of, parse_with_config, write_to
 

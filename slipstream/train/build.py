@@ -68,6 +68,16 @@ def read_corpus(config: DataConfig) -> Corpus:
     return corpus_of(config)
 
 
+def corpus_vocab_size(config: Config) -> int:
+    """Returns the number of token ids in the corpus."""
+    try:
+        return read_corpus(config.data).vocab_size
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data.sources = {list(config.data.sources)} cannot be read: {error}") from error
+
+
 def build_components(config: Config) -> Components:
     """Builds everything except weights and processes.
 

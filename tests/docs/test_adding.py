@@ -69,6 +69,23 @@ def test_a_model_of_the_readers_own_is_trained_resumed_planned_and_studied(folde
     assert run(["study", "own.toml", "--jobs", "1"]) == 0
 
 
+def test_a_plan_and_a_profile_take_the_vocabulary_of_the_corpus_as_a_run_does(folder, text_file, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "SCHEDULES", ("one_f_one_b",))
+    text = code_of("add_model.md")[0].replace("vocab_size: int = 256", "vocab_size: int = 1000")
+    (folder / "mymodels.py").write_text(text)
+    model, data = ["--model.name", "mymodels.ShiftModel"], ["--data.sources", str(text_file)]
+    assert run(["profile", *model, *data, "--train.device", "cpu", "--train.microbatch-size", "1"]) == 0
+    assert '"vocab_size": 256' in Path("profile.json").read_text()
+    planning = ["plan", *model, "--devices", "2", "--device-kind", "cpu", "--batch-tokens", "512"]
+    vocabularies = {256: data, 1000: [], 300: ["--data.sources", "elsewhere.bin", "--model.vocab-size", "300"]}
+    for vocab_size, given in vocabularies.items():
+        capsys.readouterr()
+        assert run([*planning, *given]) == 0
+        assert f"ShiftModel: {2 * 32 * vocab_size + 4 * (32 + 3 * 32 * 64):,} parameters" in capsys.readouterr().out
+    assert run([*planning, "--data.sources", "elsewhere.bin"]) == 2
+    assert "data.sources names 'elsewhere.bin', which does not exist" in capsys.readouterr().err
+
+
 TIED = """
 @dataclass(frozen=True)
 class TiedModel(ShiftModel):

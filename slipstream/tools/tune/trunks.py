@@ -26,7 +26,6 @@ import torch
 from ...checkpoint.files import write_file
 from ...checkpoint.hugging_face import fingerprint
 from ...config.optimizers import learning_rate
-from ...config.schema import Config
 from ...data import text_size
 from ...errors import ConfigError, RunFailure
 from ...train.build import build_components, read_corpus
@@ -376,16 +375,6 @@ def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_l
             "data, or use another optimizer"
         )
     return tried
-
-
-def corpus_vocab_size(config: Config) -> int:
-    """Returns the number of token ids in the corpus."""
-    try:
-        return read_corpus(config.data).vocab_size
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"data.sources = {list(config.data.sources)} cannot be read: {error}") from error
 
 
 def check_corpus(proxies: Sequence[Proxy]) -> None:
