@@ -45,7 +45,8 @@ from slipstream.tools.tune.advice import Size, batch_of, is_delayed, with_rate
 from slipstream.tools.tune.fit import End, Fit, fit
 from slipstream.tools.tune.proxies import Proxy, held_out_sequences, proxy_of
 from slipstream.tools.tune.trials import bottom, trial_of
-from slipstream.tools.tune.trunks import corpus_vocab_size, priors_for, run_trunk
+from slipstream.tools.tune.trunks import priors_for, run_trunk
+from slipstream.train.build import corpus_vocab_size
 
 RATES = (2**-1, 2**-0.5, 1.0, 2**0.5, 2.0)
 """Rates at the predicted batch, as multiples of the predicted one."""
