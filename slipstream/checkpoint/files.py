@@ -36,7 +36,7 @@ def reason(error: OSError) -> str:
 
 def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> Stamp:
     """Writes a file atomically: under a temporary name, synced, read back and compared, then renamed. Returns its
-    stamp."""
+    stamp. An OSError names the file in its `filename`."""
     temporary = path.with_name(path.name + ".tmp")
     digest, size = hashlib.sha256(), 0
     try:
@@ -59,9 +59,11 @@ def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> Stamp:
         finally:
             os.close(descriptor)
         os.rename(temporary, path)
-    except Exception:
+    except Exception as error:
         with suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
     return meant
 

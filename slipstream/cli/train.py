@@ -54,9 +54,11 @@ def _keep(details: str, folder: Path) -> str:
     file."""
     if not details or not folder.is_dir():
         return ""
+    from ..checkpoint.files import reason, write_file  # here because it imports torch
+
     path = folder / "failure.txt"
     try:
-        path.write_text(details, encoding="utf-8")
-    except OSError:  # a full disk may be the reason of the failure
-        return ""
+        write_file(path, [details.encode()])
+    except OSError as error:  # a full disk may be the reason of the failure
+        return f" (no traceback in {path}: {reason(error)})"
     return f" (traceback in {path})"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 from pathlib import Path
+
+from ..checkpoint.files import write_file
 
 
 def draw_losses(folder: Path) -> None:
@@ -16,7 +19,8 @@ def draw_losses(folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines[:-1]]  # the last one is empty, or half a row if the disk was full
     train = [(row["tokens"], row["loss"]) for row in rows if row.get("loss") is not None]
     tokens_of = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
     evaluated = [row for row in rows if "val_loss" in row and row["step"] in tokens_of]
@@ -35,5 +39,7 @@ def draw_losses(folder: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(folder.name)
-    figure.savefig(folder / "loss.png", dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150)
     pyplot.close(figure)
+    write_file(folder / "loss.png", [drawn.getbuffer()])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.files import reason, write_file
 from ..config.schema import Config
 from ..pipeline import Pipeline
 from ..pipeline.clock import Activity, Span
@@ -155,18 +156,15 @@ def leave_behind(
     utilisation: UtilisationReport | None,
     screen: Screen,
 ) -> None:
-    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-    spans = [
-        [Span(Action.parse(text), Activity(activity), *rest) for text, activity, *rest in stage["spans"]]
-        for stage in stages
-    ]
-    trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
-    (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
-    with suppress(TraceError):  # a short run has no steady state
-        timeline = measured_timeline(trace, steady_window(trace))
-        title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
-        (folder / "timeline.svg").write_text(svg(timeline, title), encoding="utf-8")
-    draw_losses(folder)
+    """Writes the files of a run that has ended, and prints its last lines.
+
+    Raises an OSError if summary.json cannot be written. The run is complete without the other files.
+    """
+    write_file(folder / "summary.json", [(json.dumps(finite(summary), indent=2) + "\n").encode()])
+    try:
+        _leave_drawings(folder, schedule, stages)
+    except OSError as error:
+        screen.print(f"{error.filename} cannot be written ({reason(error)}): the run is complete without it")
     per_stage = ", ".join("-" if math.isnan(u) else f"{u:.1%}" for u in summary["utilisation"]["per_stage"])
     late = summary["delay"]
     lines = [
@@ -179,6 +177,20 @@ def leave_behind(
         f"to look at it: slipstream report {folder}",
     ]
     screen.print("\n".join(lines))
+
+
+def _leave_drawings(folder: Path, schedule: Schedule, stages: list[dict[str, Any]]) -> None:
+    spans = [
+        [Span(Action.parse(text), Activity(activity), *rest) for text, activity, *rest in stage["spans"]]
+        for stage in stages
+    ]
+    trace = chrome_trace(schedule, spans, [stage["started_at"] for stage in stages])
+    write_file(folder / "trace.json", [json.dumps(trace).encode()])
+    with suppress(TraceError):  # a short run has no steady state
+        timeline = measured_timeline(trace, steady_window(trace))
+        title = f"{folder.name}: {schedule.name}, measured, in milliseconds"
+        write_file(folder / "timeline.svg", [svg(timeline, title).encode()])
+    draw_losses(folder)
 
 
 def lateness(least: int, most: int) -> str:
@@ -203,7 +215,7 @@ def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error:
         beside = " (in the background)" if span.in_background else ""
         activity = span.activity.name.lower()
         lines.append(f"{span.start:10.4f}  {span.end:10.4f}  {activity:<16}  {span.action}{beside}")
-    (folder / f"stage-{transport.stage}{replica}.actions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_file(folder / f"stage-{transport.stage}{replica}.actions.txt", [("\n".join(lines) + "\n").encode()])
 
 
 def _loss_line(summary: dict[str, Any]) -> list[str]:

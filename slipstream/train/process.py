@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..checkpoint import Store
+from ..checkpoint.files import reason
 from ..checkpoint.reading import state_of
 from ..checkpoint.stage_state import StageState
 from ..config.defaults import may_share_a_gpu, precision_of
@@ -218,7 +219,11 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             pipeline,
         )
         summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
-        leave_behind(folder, pipeline.schedule, summary, stages, metrics.utilisation, screen)
+        try:
+            leave_behind(folder, pipeline.schedule, summary, stages, metrics.utilisation, screen)
+        except OSError as error:
+            said = f"{error.filename} cannot be written ({reason(error)}): make room for it, and resume the run with "
+            raise PipelineError(transport.fail(f"{said}--checkpoint.resume")) from error
     if pipeline.was_stopped:
         _say_where_it_stopped(transport, run.store, pipeline.num_updates, device, screen.print if metrics else None)
     return None

@@ -307,7 +307,7 @@ def test_a_limit_of_the_system_is_one_sentence_and_leaves_nothing(folder):
 
     def write_too_much() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        with pytest.raises(CheckpointError, match=r"\.partial cannot be written \(File too large\)"):
+        with pytest.raises(CheckpointError, match=r"\.partial/stage-0\.\w+ cannot be written \(File too large\)"):
             store.write(1, Part("stage-0", {"w": torch.zeros(100_000)}, {}), 1)
 
     assert in_child(write_too_much) == 0
@@ -333,7 +333,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_one(small_disk, monk
         store.write(1, part, 1)
     # Another process takes the space in between.
     monkeypatch.setattr(store, "_check_space", lambda part: None)
-    with pytest.raises(CheckpointError, match=r"\.partial cannot be written \(No space left on device\)"):
+    with pytest.raises(CheckpointError, match=r"\.partial/stage-0\.\w+ cannot be written \(No space left on device\)"):
         store.write(1, part, 1)
     assert listing(small_disk) == ["step-00000000"] and mark_of(store.newest(no_damage)) == 1
 

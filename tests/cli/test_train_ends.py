@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -186,3 +187,52 @@ def test_a_failure_among_threads_keeps_its_traceback(tiny, tmp_path, capsys, mon
     )
     assert said.count("\n") == 1
     assert "faulty_thread.py" in Path(tiny.run.folder, tiny.run.name, "failure.txt").read_text()
+
+
+FILLS = """
+import resource
+
+def fill():  # from now on no file takes more than 100 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+class FillsAtTheEnd:
+    def __init__(self, folder, config): pass
+    def write(self, row): pass
+    def close(self): fill()
+"""
+
+
+@contextmanager
+def limited_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_the_run_is_resumed(tiny, tmp_path, capsys, monkeypatch):
+    (tmp_path / "fills.py").write_text(FILLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config, folder = changed(tiny, checkpoint__every_steps=4), Path(tiny.run.folder, tiny.run.name)
+    with limited_files():
+        assert cli.run(["train", *as_arguments(config), "--run.sinks", "fills.FillsAtTheEnd"]) == 1
+    assert capsys.readouterr().err == (
+        f"slipstream: {folder}/summary.json cannot be written (File too large): make room for it, and resume the run "
+        "with --checkpoint.resume\n"
+    )
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.toml", "metrics.jsonl"}
+    assert cli.run(["train", *as_arguments(config), "--checkpoint.resume"]) == 0
+    assert (folder / "summary.json").exists()
+
+
+def test_a_full_disk_has_no_half_traceback(tiny, tmp_path, capsys, monkeypatch):
+    faulty = FAULTY.replace("multiprocessing.current_process().name", "'stage 1'").replace("raise", "fill(); raise")
+    (tmp_path / "faulty_disk.py").write_text(FILLS + faulty)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = changed(tiny, train__steps=30, evaluation__batches=0, optimizer__name="faulty_disk.Faulty")
+    with limited_files():
+        assert cli.run(["train", *as_arguments(config)]) == 1
+    folder = Path(tiny.run.folder, tiny.run.name)
+    assert capsys.readouterr().err.endswith(f" (no traceback in {folder}/failure.txt: File too large)\n")
+    assert {path.name for path in folder.iterdir()} == {"config.toml", "metrics.jsonl"}

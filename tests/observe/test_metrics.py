@@ -15,6 +15,7 @@ from runs import step_report
 
 from slipstream.observe.console import Screen
 from slipstream.observe.metrics import Metrics, finite
+from slipstream.observe.plots import draw_losses
 from slipstream.pipeline import EvaluationReport
 from slipstream.pipeline.clock import TimeSplit
 from slipstream.schedule import EvaluationSteps, Schedule
@@ -181,6 +182,13 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, 
     metrics.close()
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1 and "lacks" not in said
+
+
+def test_half_a_row_that_a_full_disk_took_is_not_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 64, "loss": 2.5}\n{"step": 2, "tok')
+    draw_losses(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_line_tells_rate_norm_speed_and_what_is_left(tmp_path, capsys):
