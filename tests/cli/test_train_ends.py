@@ -44,8 +44,11 @@ class Training:
 
     def wait_for(self, text: str, error: bool = False) -> None:
         path, deadline = self._err if error else self._out, time.monotonic() + TIMEOUT_SECONDS / 2
-        while not (path.exists() and text in path.read_text()):
-            assert self._process.is_alive() and time.monotonic() < deadline, self._err.read_text()
+        while True:
+            goes_on = self._process.is_alive() and time.monotonic() < deadline  # before looking: it may say it and end
+            if path.exists() and text in path.read_text():
+                return
+            assert goes_on, self._err.read_text()
             time.sleep(0.02)
 
     def end(self) -> tuple[int | None, str]:
