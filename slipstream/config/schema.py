@@ -277,8 +277,8 @@ class CheckpointSection:
     every_minutes: float = 30.0
     """Save after this many minutes. 0: not by time."""
     at_end: bool = True
-    """Save after the last step. SIGTERM and Ctrl-C always save and stop the run within a few steps. SIGUSR1 always
-    saves and does not stop it. A second Ctrl-C stops it at once."""
+    """Save after the last step. SIGTERM, SIGHUP (unless started with nohup) and Ctrl-C always save and stop the run
+    within a few steps. SIGUSR1 always saves and does not stop it. A second Ctrl-C stops it at once."""
     keep_last: int = 2
     """How many of the newest checkpoints to keep."""
     keep_every: int = 0

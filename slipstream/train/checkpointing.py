@@ -22,9 +22,9 @@ from ..pipeline.checkpoints import StageWriter
 from ..transport.environment import is_first_process
 from ..transport.stage_processes import INTERRUPTED, is_ignored
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that a run handles. SIGTERM: save and exit with success. SIGUSR1: save and continue. SIGINT: save and exit as
-interrupted. A second SIGINT ends the run at once."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+"""Signals that a run handles. SIGTERM and SIGHUP: save and exit with success. SIGUSR1: save and continue. SIGINT: save
+and exit as interrupted. A second SIGINT ends the run at once."""
 
 
 class SignalRequests:

@@ -115,8 +115,9 @@ def _forwarding(signals: Sequence[signal.Signals], processes: Sequence[BaseProce
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Tells whether a signal is SIGINT and is ignored. A shell starts its background jobs with SIGINT ignored."""
-    return number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
+    """Tells whether a signal is to stay ignored. A shell starts its background jobs with SIGINT ignored, and nohup
+    starts a command with SIGHUP ignored."""
+    return number in (signal.SIGINT, signal.SIGHUP) and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _can_pickle(worker: WorldWorker[Any]) -> bool:

@@ -27,7 +27,9 @@ TIMEOUT_SECONDS = 120.0
 class Training:
     """`slipstream train` in a process of its own that has torch loaded already."""
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, hang_up: signal.Handlers = signal.SIG_DFL) -> None:
+        """hang_up: how it is started to take SIGHUP. nohup starts it with SIG_IGN."""
+        self._hang_up = hang_up
         self._out, self._err = folder / "out.txt", folder / "err.txt"
         self._process = multiprocessing.get_context("fork").Process(target=self._train, args=(arguments, folder))
         self._process.start()
@@ -38,6 +40,7 @@ class Training:
         sys.stdout, sys.stderr = self._out.open("w"), self._err.open("w")
         for number, file in enumerate((sys.stdout, sys.stderr), 1):
             os.dup2(file.fileno(), number)
+        signal.signal(signal.SIGHUP, self._hang_up)
         sys.path.insert(0, str(folder))
         sys.argv = ["slipstream", "train", *arguments]
         cli.main()
@@ -62,11 +65,11 @@ class Training:
 
 
 @contextmanager
-def running(tiny: Config, *extra: str) -> Iterator[Training]:
+def running(tiny: Config, *extra: str, hang_up: signal.Handlers = signal.SIG_DFL) -> Iterator[Training]:
     """A run of three stages that would go on for ever, once it is well under way."""
     tiny = changed(tiny, train__steps=10**6, pipeline__transport="process", pipeline__stages=3, evaluation__batches=0)
     tiny = changed(tiny, pipeline__timeout_seconds=TIMEOUT_SECONDS)
-    training = Training([*as_arguments(tiny), *extra], Path(tiny.run.folder).parent)
+    training = Training([*as_arguments(tiny), *extra], Path(tiny.run.folder).parent, hang_up)
     try:
         training.wait_for("\nstep 10/")
         yield training
@@ -103,7 +106,7 @@ def test_a_killed_stage_ends_the_run_with_one_message_that_names_it(tiny):
 
 @linux
 @forks
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_while_stages_start_is_not_lost(tiny, number):
     config = changed(tiny, train__steps=10**6, pipeline__transport="process", evaluation__batches=0)
     training = Training(as_arguments(config), Path(tiny.run.folder).parent)
@@ -114,7 +117,7 @@ def test_a_signal_while_stages_start_is_not_lost(tiny, number):
         code, said = training.end()
     finally:
         training.kill()
-    assert code == (0 if number == signal.SIGTERM else 130) and "Traceback" not in said, said
+    assert code == (130 if number == signal.SIGINT else 0) and "Traceback" not in said, said
 
 
 FAULTY = """
@@ -171,11 +174,25 @@ def test_a_second_interrupt_ends_all_stages_at_once(tiny):
 
 @linux
 @forks
-def test_a_request_to_end_is_obeyed_when_the_run_is_saved(tiny):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_is_obeyed_when_the_run_is_saved(tiny, number):
     with running(tiny) as training:
-        os.kill(training.pid, signal.SIGTERM)
+        os.kill(training.pid, number)
         assert training.end() == (0, "")
     assert list(Path(tiny.run.folder, tiny.run.name, "checkpoints").glob("step-*/manifest.json"))
+
+
+@linux
+@forks
+def test_a_run_that_nohup_started_goes_on_when_the_terminal_is_closed(tiny):
+    with running(tiny, hang_up=signal.SIG_IGN) as training:
+        for process in (training.pid, *children(training.pid)):
+            os.kill(process, signal.SIGHUP)
+        said = Path(tiny.run.folder).with_name("out.txt").read_text()
+        latest = int(re.findall(r"\nstep (\d+)0/", said)[-1])
+        training.wait_for(f"\nstep {latest + 3}0/")
+        os.kill(training.pid, signal.SIGTERM)
+        assert training.end() == (0, "")
 
 
 def test_a_failure_among_threads_keeps_its_traceback(tiny, tmp_path, capsys, monkeypatch):

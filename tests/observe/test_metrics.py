@@ -143,6 +143,17 @@ def test_a_run_goes_on_when_nobody_reads_it(monkeypatch):
     assert screen.quiet
 
 
+def test_a_run_goes_on_when_its_terminal_is_closed(monkeypatch):
+    terminal, end = os.openpty()
+    with os.fdopen(end, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        screen = Screen()
+        os.close(terminal)
+        screen.print("a line")
+        screen.print("another")
+    assert screen.quiet
+
+
 def test_what_is_measured_stands_beside_what_the_simulator_expects(tmp_path, capsys):
     metrics = metrics_of(tmp_path, Schedule("one_f_one_b", 2, 2, num_steps=4))
     stage = TimeSplit(forward=2.0, backward=4.0, wait_gradients=3.5, other=0.5)

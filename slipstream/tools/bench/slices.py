@@ -150,11 +150,11 @@ def sliced(share: int | None, clock_mhz: int | None = None) -> Iterator[Gpu]:
     if share is not None and shutil.which(CONTROL) is None:
         raise UsageError(f"{CONTROL} is not installed, which shares one GPU among stages: use --no-slices")
     stack = ExitStack()
-    with _on_sigterm(_exit):
+    with _on_end_signals(_exit):
         try:
             yield _open(stack, share, clock_mhz)
         finally:
-            with _on_sigterm(signal.SIG_IGN, signal.SIGINT):  # the cleanup must not be interrupted
+            with _on_end_signals(signal.SIG_IGN, signal.SIGINT):  # the cleanup must not be interrupted
                 stack.close()
 
 
@@ -218,11 +218,14 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _on_sigterm(handler: Any, *others: signal.Signals) -> Iterator[None]:
-    """Installs a handler for SIGTERM and `others` inside the `with` block, if this is the main thread. Without `others`
-    it does not replace an existing SIGTERM handler, because that handler ends the run in its own way."""
+def _on_end_signals(handler: Any, *others: signal.Signals) -> Iterator[None]:
+    """Installs a handler for SIGTERM, SIGHUP and `others` inside the `with` block, if this is the main thread. Without
+    `others` it does not replace an existing handler, because that handler ends the run in its own way, or ignores the
+    signal on purpose."""
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = [signal.SIGTERM, *others] if others or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []
+    numbers = [signal.SIGTERM, signal.SIGHUP, *others]
+    if not others:
+        numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     before = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
     try:
         yield

@@ -130,10 +130,11 @@ def test_what_the_user_set_is_kept_and_given_back(tools, monkeypatch):
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "theirs"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing_behind(tools, number):
     script = (
-        "import time\nfrom slipstream.tools.bench.slices import sliced\nwith sliced(25, clock_mhz=900): time.sleep(60)"
+        "import signal, time\nfrom slipstream.tools.bench.slices import sliced\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\nwith sliced(25, clock_mhz=900): time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
