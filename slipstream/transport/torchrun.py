@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ..errors import PipelineError, StageFailure
-from .environment import first_address, is_first_process
+from .environment import first_address, is_first_process, world_size
+from .failures import leave_failure
 from .link import PeerLost
 from .stage_main import GRACE_SECONDS, LaunchOptions, Result, WorldWorker, run_stage
 
@@ -25,15 +26,19 @@ MEETING_PAUSE = 0.01
 
 
 def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
+    size = world_size()
+    if size != options.size:
+        raise StageFailure(f"torchrun started {size} processes and not {options.size}: make the two the same")
     _await_first_process(options.timeout_seconds)
     try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=options.timeout)))
+        # -1: the store does not wait for the others. `meet` does, and knows which of them are missing.
+        store, rank, _ = next(iter(dist.rendezvous("env://?world_size=-1", timeout=options.timeout)))
     except (OSError, RuntimeError, ValueError) as error:
         raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
-    if world_size != options.size:
-        raise StageFailure(f"torchrun started {world_size} processes and not {options.size}: make the two the same")
     try:
-        word = meet(store, rank, world_size, options.timeout_seconds)
+        word = meet(store, rank, size, options.timeout_seconds)
+    except StageFailure:
+        raise
     except (RuntimeError, ValueError) as error:
         raise StageFailure(f"stage {rank} does not find the others: {error}") from error
     own_store = dist.PrefixStore(word, store)
@@ -47,11 +52,11 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
     except PipelineError as error:  # another stage failed, and the others are about to notice
         is_done, seconds = True, GRACE_SECONDS
         if isinstance(error.__cause__, PeerLost) and error.__cause__.is_silent:
-            _end_later(own_store, set(range(world_size)) - {rank})
+            _end_later(own_store, set(range(size)) - {rank})
         raise
     finally:
         if is_done:
-            _take_leave(own_store, rank, world_size if keeps_store else 0, seconds)
+            _take_leave(own_store, rank, range(1, size) if keeps_store else (), seconds)
 
 
 def _await_first_process(timeout_seconds: float) -> None:
@@ -72,13 +77,13 @@ def _await_first_process(timeout_seconds: float) -> None:
         time.sleep(MEETING_PAUSE)
 
 
-def _take_leave(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+def _take_leave(store: dist.Store, rank: int, others: Iterable[int], timeout_seconds: float) -> None:
     """Marks this process as finished. The process that hosts the store waits for the others and leaves last, because
-    they may still write to the store or read from it. `world_size` is 0 if this process does not host the store."""
+    they may still write to the store or read from it. `others` is empty if this process does not host the store."""
     deadline = time.monotonic() + timeout_seconds
     with suppress(RuntimeError, ValueError):  # the store may be gone nevertheless
         store.set(f"left/{rank}", "")
-        missing = set(range(1, world_size))
+        missing = set(others)
         while missing and time.monotonic() < deadline:
             missing = {other for other in missing if not store.check([f"left/{other}"])}
             time.sleep(MEETING_PAUSE)
@@ -145,6 +150,15 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) 
                 store.set(f"meeting/answer to {theirs.decode()}", own)
                 answered.add(theirs)
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {sorted(missing)} did not come within {timeout_seconds:g} s")
+            host, port = first_address()
+            message = (
+                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} did not come to "
+                f"MASTER_ADDR:MASTER_PORT = {host}:{port} within {timeout_seconds:g} s: start all {world_size} ranks "
+                "with this address, or correct WORLD_SIZE"
+            )
+            common_store = dist.PrefixStore(own, store)
+            leave_failure(dist.PrefixStore("slipstream", common_store), message)  # those that came say the same
+            _take_leave(common_store, rank, set(range(1, world_size)) - missing, GRACE_SECONDS)
+            raise StageFailure(message)
         time.sleep(MEETING_PAUSE)
     return own

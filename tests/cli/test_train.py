@@ -396,6 +396,15 @@ def test_a_rank_that_does_not_find_the_first_one_says_so_in_time(tiny):
     assert "does not reach rank 0 at MASTER_ADDR:MASTER_PORT = 127.0.0.1:" in said[0] and said[0].count("\n") == 1
 
 
+def test_the_first_rank_names_one_that_does_not_come(tiny):
+    codes, said = started_by_hand({0: changed(tiny, pipeline__timeout_seconds=1.0)})
+    assert codes == [1] and re.fullmatch(
+        r"slipstream: rank 1 did not come to MASTER_ADDR:MASTER_PORT = 127\.0\.0\.1:\d+ within 1 s: start all 2 ranks "
+        r"with this address, or correct WORLD_SIZE\n",
+        said[0],
+    )
+
+
 def test_a_rank_without_a_world_is_a_run_of_its_own(tiny, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert cli.run(["train", *as_arguments(tiny)]) == 0

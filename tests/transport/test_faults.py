@@ -18,10 +18,12 @@ import pytest
 import torch
 from harness import TIMEOUT_SECONDS, forks, network, run_pipeline, run_reference
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 
 from slipstream import Group, Pipeline, launch
 from slipstream.errors import NonFiniteError, StageFailure
 from slipstream.transport.base import Transport
+from slipstream.transport.failures import read_failure
 from slipstream.transport.torchrun import meet
 
 SGD = [Group("all", partial(torch.optim.SGD, lr=0.01))]
@@ -228,8 +230,29 @@ def test_processes_that_torchrun_starts_again_do_not_take_the_word_of_those_befo
         with ThreadPoolExecutor(3) as pool:
             words.append(set(pool.map(lambda rank: meet(store, rank, 3, timeout_seconds=TIMEOUT_SECONDS), (0, 1, 2))))
     assert [len(word) for word in words] == [1, 1, 1] and len(set.union(*words)) == 3
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come within 0.1 s"):
-        meet(store, 0, 2, timeout_seconds=0.1)
+
+
+def test_a_rank_that_does_not_come_is_named_by_all_that_came(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    store = torch.distributed.HashStore()
+
+    def come() -> str:
+        own_store = PrefixStore(meet(store, 1, 4, TIMEOUT_SECONDS), store)
+        while (failure := read_failure(PrefixStore("slipstream", own_store))) is None:
+            time.sleep(0.01)
+        own_store.set("left/1", "")
+        return failure
+
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(come)
+        with pytest.raises(StageFailure) as caught:
+            meet(store, 0, 4, timeout_seconds=0.5)
+        assert said.result() == str(caught.value)
+    assert str(caught.value) == (
+        "ranks 2, 3 did not come to MASTER_ADDR:MASTER_PORT = 10.0.0.1:29500 within 0.5 s: start all 4 ranks with this "
+        "address, or correct WORLD_SIZE"
+    )
 
 
 def fail_in_a_layer(transport: Transport) -> None:
