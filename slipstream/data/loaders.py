@@ -31,7 +31,7 @@ def corpus_of(config: DataConfig) -> Corpus:
     except DataError:
         raise
     except Exception as error:  # the user's function may raise any exception
-        reason = f"{type(error).__name__}: {error}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(f"data.loader = {config.loader!r} failed ({reason}): change the function") from error
     if not isinstance(corpus, Corpus):
         raise DataError(f"data.loader = {config.loader!r} returned a {type(corpus).__name__}: return a Corpus")

@@ -103,7 +103,8 @@ class Guarded:
 
     def _give_up(self, error: Exception) -> None:
         sink, self._sink = self._sink, None
-        self._say(f"the sink {self._name} failed and is left out ({type(error).__name__}: {error})")
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        self._say(f"the sink {self._name} failed and is left out ({words})")
         with suppress(Exception):
             if sink is not None:
                 sink.close()

@@ -42,4 +42,5 @@ class TorchProfile:
             self._path.parent.mkdir(exist_ok=True)
             recorded.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
-            self._say(f"{self._path} cannot be written ({error}): the run continues without it")
+            words = " ".join(str(error).split())
+            self._say(f"{self._path} cannot be written ({words}): the run continues without it")

@@ -225,6 +225,17 @@ def test_a_loader_of_your_own_may_return_sources_and_must_where_weights_are_set(
         corpus_of(DataConfig(("a", "none"), weights=(1.0, 2.0), loader="mine.load"))
 
 
+def test_a_loader_of_your_own_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: DataConfig) -> Corpus:
+        raise OSError("no route\n\n  to the\nserver")
+
+    monkeypatch.setattr("slipstream.data.loaders.find", lambda *_: fail)
+    with pytest.raises(DataError) as caught:
+        corpus_of(DataConfig(loader="mine.load"))
+    said = "data.loader = 'mine.load' failed (OSError: no route to the server): change the function"
+    assert str(caught.value) == said
+
+
 # ---- runs
 
 

@@ -16,6 +16,7 @@ from runs import step_report
 from slipstream.observe.console import Screen
 from slipstream.observe.metrics import Metrics, finite
 from slipstream.observe.plots import draw_losses
+from slipstream.observe.sinks import Guarded
 from slipstream.pipeline import EvaluationReport
 from slipstream.pipeline.clock import TimeSplit
 from slipstream.schedule import EvaluationSteps, Schedule
@@ -200,6 +201,17 @@ def test_half_a_row_that_a_full_disk_took_is_not_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 64, "loss": 2.5}\n{"step": 2, "tok')
     draw_losses(tmp_path)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Unlucky:
+    def __init__(self, folder, config):
+        raise ConnectionError("no route\n\n  to the\nserver")
+
+
+def test_a_sink_of_the_users_that_fails_is_one_line(tmp_path):
+    said = []
+    Guarded(Unlucky, tmp_path, {}, said.append)
+    assert said == ["the sink Unlucky failed and is left out (ConnectionError: no route to the server)"]
 
 
 def test_a_line_tells_rate_norm_speed_and_what_is_left(tmp_path, capsys):
