@@ -101,6 +101,8 @@ class World(ABC):
             raise ValueError(f"{mesh.num_stages} x {mesh.num_replicas} stages need more than {self.size} processes")
         self.leave()
         self._num_layouts += 1
+        # Links are made by waits that do not notice a failure, so whoever fails before must do so before they begin.
+        self.meet(f"layout {self._num_layouts}", lambda: "the others to take their places")
         members = list(range(mesh.size)) if order is None else list(order[: mesh.size])
         if self.rank in members:
             self.place = members.index(self.rank)

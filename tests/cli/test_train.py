@@ -384,7 +384,8 @@ def test_ranks_that_are_started_by_hand_all_end_well(tiny):
 
 
 def test_ranks_with_different_configurations_do_not_train_together(tiny):
-    codes, said = started_by_hand({0: tiny, 1: changed(tiny, train__seed=3)})
+    patient = changed(tiny, pipeline__timeout_seconds=1e4)  # nobody waits for it
+    codes, said = started_by_hand({0: patient, 1: changed(patient, train__seed=3)})
     assert codes == [1, 1], said
     assert "train.seed = 3 on rank 1 is 0 on rank 0: start all ranks with the same configuration" in said[0]
 
