@@ -98,7 +98,7 @@ def test_a_full_disk_is_said_and_training_goes_on(store, said, monkeypatch):
         writer.wait()
     assert len(said) == 1 and "\n" not in said[0]
     assert said[0].startswith("step 2 has no checkpoint: ")
-    assert said[0].endswith(".partial cannot be written (No space left on device)")
+    assert said[0].endswith(".partial/stage-0.safetensors cannot be written (No space left on device)")
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
     assert writer.latest == 2 and writer.has_failed
     writer.save(3)
