@@ -60,6 +60,8 @@ COMMANDS = (
 
 
 def main() -> NoReturn:
+    # torch prints C++ stacks as warnings where a peer is lost, which a sentence of ours says.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not under_torchrun():  # under torchrun, torchrun ends the stages
         _end_stages_on_signals()
     if "" not in sys.path:

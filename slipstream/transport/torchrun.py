@@ -20,7 +20,9 @@ from .environment import first_address, is_first_process, world_size
 from .failures import leave_failure
 from .link import PeerLost
 from .stage_main import GRACE_SECONDS, LaunchOptions, Result, WorldWorker, run_stage
+from .store_watch import StoreWatch
 
+Identity = tuple[int, str, str]
 MEETING_PAUSE = 0.01
 """Number of seconds between two checks of the first process for the others."""
 
@@ -30,10 +32,19 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
     if size != options.size:
         raise StageFailure(f"torchrun started {size} processes and not {options.size}: make the two the same")
     _await_first_process(options.timeout_seconds)
+    watch = None
+    if not is_first_process() and not _launcher_keeps_store():
+        watch = StoreWatch(int(os.environ["RANK"]), options.timeout)
     try:
         # -1: the store does not wait for the others. `meet` does, and knows which of them are missing.
         store, rank, _ = next(iter(dist.rendezvous("env://?world_size=-1", timeout=options.timeout)))
     except (OSError, RuntimeError, ValueError) as error:
+        if is_first_process() and not _launcher_keeps_store():
+            host, port = first_address()
+            raise StageFailure(
+                f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT = {host}:{port} ({error}): give its own "
+                "address, and a port that nothing else uses"
+            ) from error
         raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
     try:
         word = meet(store, rank, size, options.timeout_seconds)
@@ -43,7 +54,9 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
         raise StageFailure(f"stage {rank} does not find the others: {error}") from error
     own_store = dist.PrefixStore(word, store)
     own_store.set(f"process/{rank}", json.dumps(_identity(os.getpid())))
-    keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if watch is not None:
+        _end_first_too(watch, word)
+    keeps_store = rank == 0 and not _launcher_keeps_store()
     is_done, seconds = False, options.timeout_seconds
     try:
         result = run_stage(worker, own_store, rank, options.on_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
@@ -52,16 +65,19 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
     except PipelineError as error:  # another stage failed, and the others are about to notice
         is_done, seconds = True, GRACE_SECONDS
         if isinstance(error.__cause__, PeerLost) and error.__cause__.is_silent:
-            _end_later(own_store, set(range(size)) - {rank})
+            with suppress(RuntimeError, ValueError):  # the store may be gone
+                _end_later(_identities(own_store, set(range(size)) - {rank}))
         raise
     finally:
+        if watch is not None:
+            watch.close()
         if is_done:
             _take_leave(own_store, rank, range(1, size) if keeps_store else (), seconds)
 
 
 def _await_first_process(timeout_seconds: float) -> None:
     """Waits until the process with rank 0 can be reached. torch would try twice as long, and print its stack."""
-    if is_first_process() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if is_first_process() or _launcher_keeps_store():
         return
     (host, port), deadline = first_address(), time.monotonic() + timeout_seconds
     while True:
@@ -89,15 +105,29 @@ def _take_leave(store: dist.Store, rank: int, others: Iterable[int], timeout_sec
             time.sleep(MEETING_PAUSE)
 
 
-def _end_later(store: dist.Store, ranks: Collection[int]) -> None:
+def _end_first_too(watch: StoreWatch, word: str) -> None:
+    """Arranges that a stopped rank 0 is killed: its store cannot be asked who it is any more."""
+    first: list[Identity] = []
+
+    def ask(store: dist.Store) -> None:
+        first[:] = _identities(dist.PrefixStore(word, store), {0})
+
+    watch.ask, watch.before_end = ask, lambda: _end_later(first)
+
+
+def _launcher_keeps_store() -> bool:
+    """Returns whether torchrun keeps the store. Otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _end_later(processes: Collection[Identity]) -> None:
     """Arranges that processes of a failed run on this machine are killed if they do not end by themselves: a stopped
     process (SIGSTOP) never notices the failure. A separate process does this, because this one must end so that the
     others notice."""
-    with suppress(RuntimeError, ValueError, OSError):
-        own = _identity(os.getpid())
-        found = [json.loads(store.get(f"process/{rank}")) for rank in ranks if store.check([f"process/{rank}"])]
-        here = [identity for identity in found if identity and own and identity[-1] == own[-1]]
-        command = [sys.executable, "-c", _ENDER, str(GRACE_SECONDS), *(f"{pid}:{start}" for pid, start, _ in here)]
+    own = _identity(os.getpid())
+    here = [f"{pid}:{start}" for pid, start, boot in processes if own and boot == own[-1]]
+    with suppress(OSError):
+        command = [sys.executable, "-c", _ENDER, str(GRACE_SECONDS), *here]
         subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -114,14 +144,20 @@ for pid, start in (word.split(":") for word in sys.argv[2:]):
 """
 
 
-def _identity(pid: int) -> list[int | str] | None:
+def _identity(pid: int) -> Identity | None:
     """Returns the process id, its start time and the boot id of the machine. The process id alone may belong to another
     process by now. None means that the system does not provide this information."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        return [pid, started, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        return pid, started, Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
+
+
+def _identities(store: dist.Store, ranks: Collection[int]) -> list[Identity]:
+    """Returns what the store knows of these ranks."""
+    found = [json.loads(store.get(f"process/{rank}")) for rank in ranks if store.check([f"process/{rank}"])]
+    return [tuple(identity) for identity in found if identity]
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -338,7 +339,7 @@ def test_under_torchrun_a_stage_speaks_for_itself_in_one_line(tiny, capsys, monk
 
     monkeypatch.setattr("torch.distributed.rendezvous", fail)
     world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in world.items():
+    for name, value in (world | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     assert cli.run(["train", *as_arguments(changed(tiny, pipeline__transport="process"))]) == 1
     assert capsys.readouterr().err.startswith("slipstream: stage 0 does not find the others: the world is not there")
@@ -358,21 +359,28 @@ def test_torchrun_trains_to_the_same_weights_as_a_run_that_starts_its_own_stages
     assert summaries[0]["parameter_checksum"] == summaries[1]["parameter_checksum"]
 
 
-def started_by_hand(configs: dict[int, Config]) -> tuple[list[int], list[str]]:
-    """Exit codes of two ranks, or of one of them, and what they say on stderr."""
+def start_by_hand(configs: dict[int, Config], port: int = 0) -> list[subprocess.Popen]:
+    """Starts two ranks, or one of them, as srun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        port = port or free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "slipstream", "train"]
-    ranks = [
+    return [
         subprocess.Popen(
             [*command, *as_arguments(changed(config, run__name="by hand", pipeline__transport="process"))],
             env={**os.environ, **world, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank, config in configs.items()
     ]
+
+
+def started_by_hand(configs: dict[int, Config], port: int = 0) -> tuple[list[int], list[str]]:
+    """Exit codes of two ranks, or of one of them, and what they say on stderr."""
+    ranks = start_by_hand(configs, port)
     said = [rank.communicate(timeout=240)[1] for rank in ranks]
     return [rank.returncode for rank in ranks], said
 
@@ -404,6 +412,31 @@ def test_the_first_rank_names_one_that_does_not_come(tiny):
         r"with this address, or correct WORLD_SIZE\n",
         said[0],
     )
+
+
+def test_a_stopped_first_rank_ends_the_others_in_time(tiny):
+    """It keeps the store, whose calls have no time-out."""
+    config = changed(tiny, pipeline__timeout_seconds=2.0, train__steps=100_000)
+    ranks = start_by_hand({0: config, 1: config})
+    try:
+        assert any("step 10/" in line for line in ranks[1].stdout)  # the last stage knows the loss
+        ranks[0].send_signal(signal.SIGSTOP)
+        _, said = ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 1 and "stage 0 has been silent for 2 s: stage 1 was waiting for the" in said, said
+        assert ranks[0].wait(timeout=60) == -signal.SIGKILL
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_another_program_at_the_port_is_said_by_every_rank(tiny):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = changed(tiny, pipeline__timeout_seconds=2.0)
+        codes, said = started_by_hand({0: config, 1: config}, other.getsockname()[1])
+    assert codes == [1, 1], said
+    assert "rank 0 cannot listen at MASTER_ADDR:MASTER_PORT = 127.0.0.1:" in said[0]
+    assert "rank 0 does not answer stage 1 at MASTER_ADDR:MASTER_PORT = 127.0.0.1:" in said[1]
 
 
 def test_a_rank_without_a_world_is_a_run_of_its_own(tiny, monkeypatch, capsys):
