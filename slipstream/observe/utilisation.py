@@ -39,7 +39,7 @@ class UtilisationReport:
     def __str__(self) -> str:
         return (
             f"stages busy {self.measured:.1%} over the last steps, {self.expected:.1%} possible; lost to links "
-            f"{self.link:.1%}, reading data {self.data:.1%}, the program itself {self.executor:.1%}"
+            f"{max(0.0, self.link):.1%}, reading data {self.data:.1%}, the program itself {self.executor:.1%}"
         )
 
 

@@ -99,7 +99,12 @@ def check_model(config: Config, model: ModelSpec) -> None:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model.name = {name!r} fails when its layers are built ({reason}): change it") from error
     names = [child for child, _ in layers.named_children()]
-    if names != model.layer_names or num_costs != len(names):
+    for built, said in zip(names, model.layer_names, strict=False):
+        if built != said:
+            raise ConfigError(
+                f"model.name = {name!r} builds a layer named {built!r} where layer_names has {said!r}: make them agree"
+            )
+    if len(names) != len(model.layer_names) or num_costs != len(names):
         raise ConfigError(
             f"model.name = {name!r} builds {len(names)} layers with {num_costs} costs, and layer_names has "
             f"{len(model.layer_names)}: make them agree"

@@ -224,8 +224,8 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         except OSError as error:
             said = f"{error.filename} cannot be written ({reason(error)}): make room for it, and resume the run with "
             raise PipelineError(transport.fail(f"{said}--checkpoint.resume")) from error
-    if pipeline.was_stopped:
-        _say_where_it_stopped(transport, run.store, pipeline.num_updates, device, screen.print if metrics else None)
+    if pipeline.was_stopped or config.checkpoint.at_end:
+        _check_saved(transport, run.store, pipeline, device, screen.print if metrics else None)
     return None
 
 
@@ -245,23 +245,25 @@ def _details(config: Config, components: Components, report: EvaluationReport) -
     return details
 
 
-def _say_where_it_stopped(
-    transport: Transport, store: Store, step: int, device: torch.device, say: Callable[[str], None] | None
+def _check_saved(
+    transport: Transport, store: Store, pipeline: Pipeline, device: torch.device, say: Callable[[str], None] | None
 ) -> None:
-    """Reports the step after which the run stopped.
+    """Reports the step after which the run stopped, if it was stopped.
 
-    Raises a PipelineError if this step has no checkpoint, because a process must not exit with success when nothing was
-    saved. say: prints the report. None on all stages except the one that reports for all.
+    Raises a PipelineError if the last step has no checkpoint, because a process must not exit with success when nothing
+    was saved. say: prints the report. None on all stages except the one that reports for all.
     """
     if transport.num_replicas > 1:  # in this replica all have finished writing: their summaries have arrived
         transport.add_replicas([torch.zeros(1, device=device)]).wait(lambda: "the other replicas' last checkpoint")
     if say is None:
         return
-    steps = store.steps()
+    step, steps = pipeline.num_updates, store.steps()
     if step not in steps:
-        newest_step = f"the newest is of step {steps[-1]}" if steps else "there is no other"
-        raise PipelineError(transport.fail(f"stopped after step {step}, which has no checkpoint: {newest_step}"))
-    say(f"stopped after step {step}, and saved: resume with --checkpoint.resume")
+        newest_step = f"the newest is of step {steps[-1]}, for --checkpoint.resume" if steps else "there is no other"
+        what = "stopped" if pipeline.was_stopped else "ended"
+        raise PipelineError(transport.fail(f"{what} after step {step}, which has no checkpoint: {newest_step}"))
+    if pipeline.was_stopped:
+        say(f"stopped after step {step}, and saved: resume with --checkpoint.resume")
 
 
 def make_pipeline(

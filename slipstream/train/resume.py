@@ -108,9 +108,15 @@ number for every number of the parameter."""
 def newest(store: Store, config: Config, model: ModelSpec, say: Callable[[str], None]) -> Checkpoint | None:
     """Returns the newest complete checkpoint, or None if there is none.
 
-    Raises a ConfigError if this configuration cannot resume from it.
+    Raises a ConfigError if this configuration cannot resume from it, or if all are damaged: a new run would take the
+    place of the old one.
     """
-    found = store.newest(lambda damage: say(f"{damage}: the checkpoint before it is taken"))
+    damaged: list[str] = []
+    found = store.newest(damaged.append)
+    if damaged and found is None:
+        raise ConfigError(f"{damaged[-1]}, and no other checkpoint is whole: start anew with --run.overwrite")
+    for damage in damaged:
+        say(f"{damage}: the checkpoint before it is taken")
     if found is not None:
         check_fits(found, config, model)
     return found

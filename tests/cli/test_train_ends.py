@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import forks
@@ -229,6 +230,16 @@ def limited_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_run_whose_last_step_could_not_be_saved_is_no_success(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    assert cli.run(["train", *as_arguments(tiny)]) == 1
+    said = capsys.readouterr()
+    steps = tiny.train.steps
+    assert said.err == f"slipstream: ended after step {steps}, which has no checkpoint: there is no other\n"
+    assert f"step {steps} has no checkpoint: stage-0 needs" in said.out
+    assert Path(tiny.run.folder, tiny.run.name, "summary.json").exists()
 
 
 def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_the_run_is_resumed(tiny, tmp_path, capsys, monkeypatch):

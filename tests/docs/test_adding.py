@@ -94,6 +94,27 @@ class TiedModel(ShiftModel):
         first, *_, last = model.children()
         last.weight = first.weight
         return model, loss
+
+
+class Renamed(ShiftModel):
+    def layers_and_loss(self, *arguments):
+        model, loss = super().layers_and_loss(*arguments)
+        return nn.Sequential(*model.children()), loss
+"""
+
+
+WRONG_CORPORA = """
+from dataclasses import replace
+
+def high(config):
+    return replace(load_sums(config), vocab_size=50)
+
+def flat(config):
+    corpus = load_sums(config)
+    return replace(corpus, train=Tokens((corpus.train.parts[0].astype(float),)))
+
+def none(config):
+    return replace(load_sums(config), vocab_size=None)
 """
 
 
@@ -126,6 +147,16 @@ def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_a
             "pipeline.schedule = 'pipedream' lets every stage step on its own, and",
         ),
         ("--data.loader mydata.missing", "data.loader = 'mydata.missing' cannot be imported"),
+        (
+            "--data.loader mydata.high --data.sources 400",
+            "data.loader = 'mydata.high' returned ids from 10 to",
+        ),
+        ("--data.loader mydata.flat --data.sources 400", "data.loader = 'mydata.flat' returned ids as a 1-D"),
+        (
+            "--data.loader mydata.none --data.sources 400",
+            "data.loader = 'mydata.none' returned a Corpus with",
+        ),
+        ("--model.name mymodels.Renamed", "model.name = 'mymodels.Renamed' builds a layer named '0' where layer_names"),
         ("--data.loader mydata.load_sums --data.sources many", "data.loader = 'mydata.load_sums' failed (ValueError"),
         (
             "--run.sinks tensorbord",
@@ -137,7 +168,7 @@ def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_a
 )
 def test_a_mistake_with_ones_own_is_one_sentence_before_anything_starts(folder, text_file, capsys, arguments, sentence):
     (folder / "mymodels.py").write_text(code_of("add_model.md")[0] + TIED)
-    (folder / "mydata.py").write_text(code_of("add_data_source.md")[0])
+    (folder / "mydata.py").write_text(code_of("add_data_source.md")[0] + WRONG_CORPORA)
     (folder / "mysinks.py").write_text(code_of("add_sink.md")[0])
     sources = [] if "--data.sources" in arguments else ["--data.sources", str(text_file)]
     assert run(["train", *SMALL, *sources, "--train.steps", "2", *arguments.split()]) == 2

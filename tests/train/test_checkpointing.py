@@ -115,6 +115,16 @@ def test_a_synchronous_run_goes_on_asynchronously_and_back(base):
     assert summary_of(back)["steps"] == 12
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(whole):
+    config = cut_after(whole, 9)
+    rows = rows_of(config)
+    for part in (folder_of(config) / "checkpoints").glob("*/stage-1.safetensors"):
+        part.write_bytes(part.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"no other checkpoint is whole: start anew with --run\.overwrite"):
+        train(config)
+    assert rows_of(config) == rows
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, capsys):
     config = cut_after(whole, 9)
     part = folder_of(config) / "checkpoints" / "step-00000009" / "stage-1.safetensors"

@@ -28,10 +28,15 @@ def read_laws(path: Path, config: Config) -> tuple[Fit, list[Record]]:
         fit = None if tree["fit"] is None else Fit.from_tree(tree["fit"])
         records = [Record(**row) for row in tree["trunks"]]
         optimizer = tree["target"]["optimizer"]
+        if fit is not None:
+            fit.loss_band(fit.centre.parameters, fit.centre.tokens, fit.centre.batch, 1e-3, True)  # uses all of it
     except OSError as error:
         raise UsageError(f"laws = {str(path)!r} cannot be read ({error.strerror}): name a tune.json") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"laws = {str(path)!r} is no tune.json ({error}): name one of slipstream tune") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(
+            f"laws = {str(path)!r} is no whole tune.json ({reason}): name one of slipstream tune"
+        ) from error
     if fit is None:
         raise UsageError(f"laws = {str(path)!r} is of a tuning without --budget and has none: make one with --budget")
     if optimizer != config.optimizer.name:

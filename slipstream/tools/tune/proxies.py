@@ -157,7 +157,7 @@ def choose_proxies(config: Config, model: ModelSpec, tokens: float, budget: floa
     if not sets:
         raise ConfigError(
             f"tokens = {tokens:.3g} is too few: the shortest branch of the proxies would make {longest} steps, and the "
-            f"fit needs {MIN_STEPS}, so give more --tokens or shorten model.sequence_length"
+            f"fit needs {MIN_STEPS}, so give several times more --tokens"
         )
     flops = target.flops_per_token * tokens
     priced = [(planned_flops(found) / flops, found) for found in sets]

@@ -242,6 +242,16 @@ def test_a_synchronous_target_has_no_gap(tmp_path, fake):
     assert "Delayed or synchronous" not in (tmp_path / "tune.html").read_text()
 
 
+@pytest.mark.parametrize("damage", [{"parameters": None}, {"parameters": "x"}, {"noise": "x"}, {"noise": None}])
+def test_damaged_laws_are_one_sentence(tmp_path, capsys, tuned, damage):
+    tree = read(tuned[0])
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(tree | {"fit": tree["fit"] | damage}))
+    assert tune("--laws", str(path), config=SMALL, tokens=5e7) == 2
+    said = capsys.readouterr().err
+    assert "is no whole tune.json" in said and said.count("\n") == 1
+
+
 def test_a_damaged_record_is_named_and_laws_can_be_used_again(tmp_path, capsys, fake, tuned):
     out = shutil.copytree(tuned[0], tmp_path / "out")
     tree = read(out)
