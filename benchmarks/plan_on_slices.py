@@ -16,8 +16,9 @@ bench measured between two stages, and an update as long as in the bench's one_f
 bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. The first profile is of a slice
 next to busy slices, and the second of one next to idle ones: the slices of a GPU share its memory bandwidth and its
 power, so costs lie between the two by the share of the time that a stage computes in the predicted schedule. Stages
-with a GPU each have no such neighbours, so the second table is of the first profile alone. Printed are the schedules
-that plan knows, larger differences last.
+with a GPU each have no such neighbours, so the second table is of the first profile alone. torch's stages wait for
+every message that they send, as plan's do not: there its time is added to the action that sends. Printed are the
+schedules that plan knows, larger differences last.
 """
 
 from __future__ import annotations
@@ -81,6 +82,26 @@ def between(alone: StageCosts, busy: StageCosts, share: float) -> StageCosts:
     return replace(busy, **changed)
 
 
+def sends_in_turn(costs: StageCosts, name: str) -> StageCosts:
+    """Costs of torch's stages: they wait for every message that they send, so that its time is the sender's. For two
+    chunks on every stage this is an approximation: there a send only delays the receives after it.
+
+    In the schedule with two chunks on every stage, which form a V, the ends of the V send one message, others two.
+    """
+    last = costs.num_stages - 1
+    if name == "zero_bubble_v":
+        forwards = backwards = [1 if stage in (0, last) else 2 for stage in range(last + 1)]
+    else:
+        forwards = [int(stage < last) for stage in range(last + 1)]
+        backwards = [int(stage > 0) for stage in range(last + 1)]
+    return replace(
+        costs,
+        forward=tuple(c + n * costs.latency for c, n in zip(costs.forward, forwards, strict=True)),
+        backward_input=tuple(c + n * costs.latency for c, n in zip(costs.backward_input, backwards, strict=True)),
+        latency=0.0,
+    )
+
+
 def step_time(name: str, alone: StageCosts, busy: StageCosts, num_microbatches: int) -> float:
     share = 1.0
     for _ in range(ITERATIONS):
@@ -102,7 +123,10 @@ def rows(
         num_microbatches = contender["num_microbatches"]
         if measured is None or name not in SCHEDULES:
             continue
-        predicted = step_time(name, idle, stages, num_microbatches)
+        pair = (idle, stages)
+        if contender["schedule"] in NAMES:
+            pair = (sends_in_turn(idle, name), sends_in_turn(stages, name))
+        predicted = step_time(name, *pair, num_microbatches)
         found.append((contender["name"], num_microbatches, measured["median"], predicted))
     return found
 
