@@ -31,3 +31,8 @@ class StageFailure(RuntimeError):
         self.details = details
         if details:
             self.add_note(f"In the stage:\n{details}")  # shown when nobody catches it
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns kind and text of an error that others raised, however many lines it has."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

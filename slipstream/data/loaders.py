@@ -17,6 +17,7 @@ import numpy as np
 
 from ..config.imports import find
 from ..config.schema import DataConfig
+from ..errors import in_one_line
 from .corpus import Corpus, load_corpus
 from .tokens import DataError
 
@@ -35,7 +36,7 @@ def corpus_of(config: DataConfig) -> Corpus:
     except DataError:
         raise
     except Exception as error:  # the user's function may raise any exception
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = in_one_line(error)
         raise DataError(f"data.loader = {config.loader!r} failed ({reason}): change the function") from error
     if not isinstance(corpus, Corpus):
         raise DataError(f"data.loader = {config.loader!r} returned a {type(corpus).__name__}: return a Corpus")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.imports import find
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from .loggers import TensorBoard, Trackio, WeightsAndBiases, check_library
 
 Row = Mapping[str, Any]
@@ -103,8 +103,7 @@ class Guarded:
 
     def _give_up(self, error: Exception) -> None:
         sink, self._sink = self._sink, None
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        self._say(f"the sink {self._name} failed and is left out ({words})")
+        self._say(f"the sink {self._name} failed and is left out ({in_one_line(error)})")
         with suppress(Exception):
             if sink is not None:
                 sink.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..checkpoint import CheckpointError, Part, Store
 from ..checkpoint.reading import FOLDER_NAME, state_of
 from ..checkpoint.stage_state import StageState
+from ..errors import in_one_line
 from ..transport.base import Transport, gather_objects
 from .pipeline import Pipeline
 
@@ -95,7 +96,7 @@ class StageWriter:
         except CheckpointError as error:
             self._say(f"step {step} has no checkpoint: {error}")
         except Exception as error:  # an error of the copy, which would otherwise go unnoticed
-            self._say(f"step {step} has no checkpoint: {type(error).__name__}: {' '.join(str(error).split())}")
+            self._say(f"step {step} has no checkpoint: {in_one_line(error)}")
 
     def wait(self) -> None:
         """Waits until the write in progress is complete."""

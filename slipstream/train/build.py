@@ -105,7 +105,8 @@ def build_components(config: Config) -> Components:
         check_num_processes(config, model)
         schedule = schedule_of(config)
         _check_order(schedule)
-        plan_schedule(schedule, groups, _has_tied(config, model, sizes), config.train.non_finite == "skip")
+        _check_tied(config, model, sizes)
+        plan_schedule(schedule, groups, has_tied=False, skip_non_finite=config.train.non_finite == "skip")
         rate = learning_rate(config)
         samples = _samples(config, model, corpus)
     except ConfigError:
@@ -198,21 +199,18 @@ def _separating(model: ModelSpec, corpus: Corpus) -> ModelSpec:
         ) from None
 
 
-def _has_tied(config: Config, model: ModelSpec, sizes: list[int]) -> bool:
-    """Returns whether two stages hold a weight that is updated.
-
-    Raises a ConfigError if the schedule does not allow this.
-    """
+def _check_tied(config: Config, model: ModelSpec, sizes: list[int]) -> None:
+    """Raises a ConfigError if stages that step on their own hold the same weight, and it is updated."""
+    if not TRAITS[config.pipeline.schedule].steps_alone:
+        return
     with torch.device("meta"):
         tied = tied_parameters(model.layers(), sizes)
-    names = [name for name, weight in tied.items() if not weight.is_frozen]
-    if names and TRAITS[config.pipeline.schedule].steps_alone:
+    if names := [name for name, weight in tied.items() if not weight.is_frozen]:
         raise ConfigError(
             f"pipeline.schedule = {config.pipeline.schedule!r} lets every stage step on its own, and {names[0]} and "
             f"{names[1]} are one weight on two stages: set model.tied_embeddings = false or untie them, or "
             "pipeline.schedule = 'two_bw'"
         )
-    return bool(names)
 
 
 def _check_order(schedule: Schedule) -> None:
