@@ -16,33 +16,34 @@ bench measured between two stages, and an update as long as in the bench's one_f
 bench keeps gradients and optimizer in bfloat16, and the trainer's optimizer never is. The first profile is of a slice
 next to busy slices, and the second of one next to idle ones: the slices of a GPU share its memory bandwidth and its
 power, so costs lie between the two by the share of the time that a stage computes in the predicted schedule. Stages
-with a GPU each have no such neighbours, so the second table is of the first profile alone. torch's stages wait for
-every message that they send, as plan's do not: there its time is added to the action that sends. Printed are the
-schedules that plan knows, larger differences last.
+with a GPU each have no such neighbours, so the second table is of the first profile alone. torch's stages wait for more
+than plan's do, and torch_waits.py plays their actions with the messages' times that the bench measured over torch's
+communicator. Larger differences are last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from torch_waits import Costs, from_order, one_f_one_b, play
+
 from slipstream.model.registry import Decoder
+from slipstream.tools.bench.contenders import TORCH_SHAPES
 from slipstream.tools.bench.workloads import GpuSetting, Placement, layers_per_chunk
 from slipstream.tools.plan.costs import measured_costs
 from slipstream.tools.plan.predict import SCHEDULES, StageCosts, predict
 from slipstream.train.layer_profile import read_profile
+from slipstream.transport.nccl import LINK_BLOCKS
 
-NAMES = {
-    "ScheduleGPipe": "gpipe",
-    "Schedule1F1B": "one_f_one_b",
-    "ScheduleInterleaved1F1B": "interleaved_1f1b",
-    "ScheduleZBVZeroBubble": "zero_bubble_v",
-}
-"""torch's schedules, as plan calls them; it does not know the others."""
+MULTIPROCESSORS = 132
+"""Of an H200."""
 ITERATIONS = 5
 """Until the costs and the share of the time that stages compute agree."""
 LONGER = ("one_f_one_b", "zero_bubble_v", "two_bw")
@@ -60,15 +61,18 @@ def update_seconds(worlds: list[dict[str, Any]]) -> float | None:
     return median(found) if found else None
 
 
-def stage_costs(path: Path, world: dict[str, Any], update: float | None, num_stages: int) -> StageCosts:
-    """The costs of the stages of one command of the bench, or of as many others, with the profile at `path`."""
+def stage_costs(
+    path: Path, world: dict[str, Any], update: float | None, num_stages: int, shape: str = "single"
+) -> StageCosts:
+    """The costs of the stages of one command of the bench, or of as many others, with the profile at `path`. shape:
+    whether a stage has one chunk or two, and which (Placement.shape)."""
     setting = GpuSetting(**world["gpu"])
     costs = measured_costs(read_profile(path), Decoder(**asdict(setting.config(num_stages))), path)
-    sizes = layers_per_chunk(Placement(num_stages), [setting.blocks] * num_stages)
+    sizes = layers_per_chunk(Placement(num_stages, shape), [setting.blocks] * num_stages)
     messages = [each["message_seconds"] for contender in world["contenders"] for each in contender["rounds"]]
     latency = median([seconds for seconds in messages if seconds] or [0.0])
     stages = costs.stages(sizes, setting.batch, latency)
-    return stages if update is None else replace(stages, update=(update,) * num_stages)
+    return stages if update is None else replace(stages, update=(update,) * stages.num_stages)
 
 
 def between(alone: StageCosts, busy: StageCosts, share: float) -> StageCosts:
@@ -82,32 +86,37 @@ def between(alone: StageCosts, busy: StageCosts, share: float) -> StageCosts:
     return replace(busy, **changed)
 
 
-def sends_in_turn(costs: StageCosts, name: str) -> StageCosts:
-    """Costs of torch's stages: they wait for every message that they send, so that its time is the sender's. For two
-    chunks on every stage this is an approximation: there a send only delays the receives after it.
+def torch_step(
+    num_microbatches: int, order: Sequence[str], messages: tuple[float, float], speed: float, costs: StageCosts
+) -> tuple[float, float]:
+    """Seconds of a step of a schedule of torch, and those in it in which a process computes.
 
-    In the schedule with two chunks on every stage, which form a V, the ends of the V send one message, others two.
-    """
-    last = costs.num_stages - 1
-    if name == "zero_bubble_v":
-        forwards = backwards = [1 if stage in (0, last) else 2 for stage in range(last + 1)]
-    else:
-        forwards = [int(stage < last) for stage in range(last + 1)]
-        backwards = [int(stage > 0) for stage in range(last + 1)]
-    return replace(
-        costs,
-        forward=tuple(c + n * costs.latency for c, n in zip(costs.forward, forwards, strict=True)),
-        backward_input=tuple(c + n * costs.latency for c, n in zip(costs.backward_input, backwards, strict=True)),
-        latency=0.0,
-    )
+    order: the actions of every process, if the schedule keeps a list. messages: the seconds of one, and of two in
+    opposite directions. speed: of work beside a message. costs: of all chunks, with the update of a whole process."""
+    compute = {}
+    for chunk, (forward, for_input, for_weight) in enumerate(
+        zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+    ):
+        joint = chunk == 0  # torch does not split the backward of the first chunk
+        compute["F", chunk], compute["B", chunk] = forward, for_input + for_weight
+        compute["I", chunk] = 0.0 if joint else for_input
+        compute["W", chunk] = for_weight + for_input if joint else for_weight
+    programs = from_order(order) if order else one_f_one_b(costs.num_stages, num_microbatches)
+    return play(programs, Costs(compute, costs.update[0], *messages, speed_beside_message=speed))
 
 
-def step_time(name: str, alone: StageCosts, busy: StageCosts, num_microbatches: int) -> float:
+def our_step(name: str, num_microbatches: int, costs: StageCosts) -> tuple[float, float]:
+    """The same for a schedule that plan knows."""
+    found = predict(name, costs, num_microbatches)
+    return found.step_time, found.step_time * fmean(found.utilisation)
+
+
+def step_time(step: Callable[[StageCosts], tuple[float, float]], alone: StageCosts, busy: StageCosts) -> float:
     share = 1.0
     for _ in range(ITERATIONS):
-        found = predict(name, between(alone, busy, share), num_microbatches)
-        share = sum(found.utilisation) / len(found.utilisation)
-    return found.step_time
+        seconds, computing = step(between(alone, busy, share))
+        share = computing / seconds
+    return seconds
 
 
 def rows(
@@ -115,19 +124,24 @@ def rows(
 ) -> list[tuple[str, int, float, float]]:
     """Of one command of the bench: contender, microbatches, measured and predicted seconds."""
     found = []
-    stages, idle = (stage_costs(path, world, update, world["num_stages"]) for path in (busy, alone or busy))
     for outcome in world["contenders"]:
-        contender, measured = outcome["contender"], outcome["row"]["step_seconds"]
-        name = NAMES.get(contender["schedule"], contender["schedule"])
-        name += "_double" if contender["depth"] == "double" else ""
-        num_microbatches = contender["num_microbatches"]
-        if measured is None or name not in SCHEDULES:
+        contender, rounds, measured = outcome["contender"], outcome["rounds"], outcome["row"]["step_seconds"]
+        name, num_microbatches = contender["schedule"], contender["num_microbatches"]
+        if measured is None or not name:
             continue
-        pair = (idle, stages)
-        if contender["schedule"] in NAMES:
-            pair = (sends_in_turn(idle, name), sends_in_turn(stages, name))
-        predicted = step_time(name, *pair, num_microbatches)
-        found.append((contender["name"], num_microbatches, measured["median"], predicted))
+        shape = TORCH_SHAPES.get(name, "single")
+        pair = [stage_costs(path, world, update, world["num_stages"], shape) for path in (alone or busy, busy)]
+        step: Callable[[StageCosts], tuple[float, float]]
+        if name in SCHEDULES:
+            step = partial(our_step, name + "_double" * (contender["depth"] == "double"), num_microbatches)
+        elif "exchange" in rounds[0] and (rounds[0]["order"] or name == "Schedule1F1B"):
+            one_way, exchange = zip(*(each["exchange"] for each in rounds), strict=True)
+            messages = median(one_way), median(exchange)
+            speed = 1 - LINK_BLOCKS / round(MULTIPROCESSORS * world["gpu"]["share"] / 100)
+            step = partial(torch_step, num_microbatches, rounds[0]["order"], messages, speed)
+        else:
+            continue
+        found.append((contender["name"], num_microbatches, measured["median"], step_time(step, *pair)))
     return found
 
 

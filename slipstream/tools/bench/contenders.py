@@ -174,6 +174,9 @@ class StageRun:
     and their backward."""
     memory_bytes: int | None = None
     """Peak of the allocated memory. None means that the device is no GPU."""
+    order: tuple[str, ...] = ()
+    """torch's own actions in a step, with its sends and receives: one text for each process. Empty where torch keeps no
+    such list."""
 
 
 def num_steps_to_fill(schedule: str, num_stages: int) -> int:
@@ -320,7 +323,12 @@ def _run_torch(
     seconds = _time_steps(train, workload, num_steps)
     order = getattr(schedule, "pipeline_order", None) if placement.shape != "single" else None
     ideal_step = replayed_step_time(order, placement, world.work) if order else None
-    return StageRun(seconds, facts={} if ideal_step is None else {"ideal_step": ideal_step})
+    with_messages = getattr(schedule, "pipeline_order_with_comms", {})
+    return StageRun(
+        seconds,
+        facts={} if ideal_step is None else {"ideal_step": ideal_step},
+        order=tuple(" ".join(map(str, with_messages[process])) for process in sorted(with_messages)),
+    )
 
 
 @cache

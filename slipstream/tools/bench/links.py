@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from queue import Queue
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from ...transport.base import Transport
+from ...transport.base import Transport, gather_objects
 from ...transport.link import Link, Message, Waiting
+from ...transport.process import ProcessTransport
 from .workloads import sleep_precisely
 
 NUM_PINGS = 15
+NUM_WARM_UP_PINGS = 3
 PAUSE_SECONDS = 0.010
 """Pause between two pings. Every process then sleeps when a ping arrives, as it does while it waits in a pipeline."""
 
@@ -97,3 +103,54 @@ def _arrived(message: Message) -> None:
     """Waits until the message has arrived. On CUDA, `take` may return before that."""
     if message[0].is_cuda:
         torch.cuda.current_stream().synchronize()
+
+
+def exchange_seconds(transport: ProcessTransport, group: dist.ProcessGroup, message: Tensor) -> tuple[float, float]:
+    """Returns, on every stage, the time of a message over NCCL as torch's schedules send it, and the time of two
+    messages in opposite directions at once. It is the mean over all pairs of neighbours, one pair at a time: waits of a
+    schedule add up, so outliers count."""
+    dist.all_reduce(torch.zeros(1, device=message.device), group=group)  # all take part in the first operation
+    seconds = [
+        [
+            _time_of_transfer(transport, group, message, lower, both_ways)
+            for lower in range(transport.num_stages - 1)
+            for _ in range(NUM_WARM_UP_PINGS + NUM_PINGS)
+        ]
+        for both_ways in (False, True)
+    ]
+    of_all = gather_objects(transport, pickle.dumps(seconds), lambda: "the times of messages on the other stages")
+    one_way, exchange = (
+        [each for of_stage in kind for each in _without_warm_up(of_stage)]
+        for kind in zip(*map(pickle.loads, of_all), strict=True)
+    )
+    return statistics.fmean(one_way), statistics.fmean(exchange)
+
+
+def _without_warm_up(times: Sequence[float | None]) -> list[float]:
+    """Drops the first times of every pair, in which it is connected, and those of pairs without this stage."""
+    each = NUM_WARM_UP_PINGS + NUM_PINGS
+    return [seconds for index, seconds in enumerate(times) if seconds is not None and index % each >= NUM_WARM_UP_PINGS]
+
+
+def _time_of_transfer(
+    transport: ProcessTransport, group: dist.ProcessGroup, message: Tensor, lower: int, both_ways: bool
+) -> float | None:
+    """Returns the time in which a message goes from stage `lower` to the next one, in the time of the device. None
+    means that this stage is neither of the two."""
+    gather_objects(transport, b"", lambda: "the other stages to exchange messages")
+    if transport.stage not in (lower, lower + 1):
+        return None
+    peer = 2 * lower + 1 - transport.stage
+    operations = []
+    if both_ways or transport.stage == lower:
+        operations.append(dist.P2POp(dist.isend, message, group=group, group_peer=peer))
+    if both_ways or transport.stage > lower:
+        operations.append(dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000

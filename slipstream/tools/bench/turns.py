@@ -30,8 +30,8 @@ from ...errors import RunFailure, StageFailure
 from ...transport.base import Transport, gather_objects
 from ...transport.launch import launch
 from ...transport.process import ProcessTransport
-from .contenders import Contender, Refused, StageCosts, StageRun, World, run
-from .links import delay_links, message_seconds
+from .contenders import Contender, Refused, StageCosts, StageRun, World, nccl_group, run
+from .links import delay_links, exchange_seconds, message_seconds
 from .workloads import sleep_precisely
 
 TIMEOUT_SECONDS = 60.0
@@ -53,9 +53,14 @@ class Round:
     message_seconds: float = 0.0
     """Time of a message from one stage to the next, including injected latency. A ping at the start of the world
     measures it."""
+    exchange: tuple[float, float] | None = None
+    """Time of a message of torch's over NCCL, and of two in opposite directions at once (`links.exchange_seconds`).
+    None for contenders that are not torch's, and without a GPU."""
     facts: dict[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None
     """Largest allocated memory of a process. None means that there is no GPU."""
+    order: tuple[str, ...] = ()
+    """Actions of torch's schedule (`StageRun.order`)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,9 @@ def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
 
 
 def _round_from(values: dict[str, Any]) -> Round:
-    return Round(**{**values, "costs": tuple(StageCosts(**costs) for costs in values["costs"])})
+    costs = tuple(StageCosts(**costs) for costs in values["costs"])
+    exchange = None if values["exchange"] is None else tuple(values["exchange"])
+    return Round(**{**values, "costs": costs, "exchange": exchange, "order": tuple(values["order"])})
 
 
 # ---- on a stage
@@ -206,10 +213,15 @@ def _take_turns(transport: Transport, world: World, todo: Sequence[Turn], log: P
 
 
 def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn], log: Path, on_turn: OnTurn) -> None:
-    ping = 0.0
-    if any(world.contenders[index].engine == "slipstream" for _, index in todo):
+    engines = {world.contenders[index].engine for _, index in todo}
+    ping, exchange = 0.0, None
+    if "slipstream" in engines:
         delay_links(transport, world.latency_seconds)
         ping = message_seconds(transport, (world.activations(transport.device),))
+    if "torch" in engines and transport.device.type == "cuda":
+        assert isinstance(transport, ProcessTransport)
+        with _turn_deadline(transport, "the measurement of torch's messages"):
+            exchange = exchange_seconds(transport, nccl_group(transport), world.activations(transport.device))
     is_first = transport.stage == 0
     refused: set[int] = set()
 
@@ -239,8 +251,10 @@ def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn]
             seconds_per_step=max(stage.seconds_per_step for stage in stages),
             costs=tuple(stage.costs for stage in stages if stage.costs is not None),
             message_seconds=ping if contender.engine == "slipstream" else 0.0,
+            exchange=exchange if contender.engine == "torch" else None,
             facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},
             memory_bytes=max((s.memory_bytes for s in stages if s.memory_bytes is not None), default=None),
+            order=stages[0].order,
         )
         write(turn, round=dataclasses.asdict(result))
     if is_first:
