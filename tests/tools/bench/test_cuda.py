@@ -16,7 +16,7 @@ from slipstream.errors import UsageError
 from slipstream.pipeline.clock import Activity, Span
 from slipstream.schedule import Action, Op
 from slipstream.tools.bench import matrix, turns
-from slipstream.tools.bench.contenders import World, _ends_on_device
+from slipstream.tools.bench.contenders import TORCH_SHAPES, World, _ends_on_device
 from slipstream.tools.bench.figure import draw
 from slipstream.tools.bench.matrix import AS_TRAINED, gpu_worlds
 from slipstream.tools.bench.results import Spread, Table, document, markdown, notes_of, rows_of
@@ -198,4 +198,7 @@ def test_all_contenders_run_in_processes_that_are_spawned(monkeypatch, tmp_path,
     assert failures == {}
     for contender in only["contenders"]:
         assert contender["row"]["step_seconds"]["median"] > 0, contender["row"]["name"]
+        [only_round] = contender["rounds"]
+        has_order = contender["contender"]["schedule"] in TORCH_SHAPES and "0SEND_F0" in "".join(only_round["order"])
+        assert has_order == (TORCH_SHAPES.get(contender["contender"]["schedule"], "single") != "single")
     assert "- Link: a message of 0.0 MB" in capsys.readouterr().out
