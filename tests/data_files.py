@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.config.schema import (
-    DataConfig,
-)
+from slipstream.config.schema import DataConfig
 from slipstream.data import DataError, Tokens, load_corpus
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 from data_files import everything, refused
 
-from slipstream.config.schema import (
-    DataConfig,
-)
+from slipstream.config.schema import DataConfig
 from slipstream.data import load_corpus
 from slipstream.data.corpus import _builtin_files
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from data_files import everything, shard, text_files
 
-from slipstream.config.schema import (
-    DataConfig,
-)
+from slipstream.config.schema import DataConfig
 from slipstream.data import DataError, load_corpus, prepare
 
 

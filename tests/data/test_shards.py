@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from data_files import everything, refused, shard
 
-from slipstream.config.schema import (
-    DataConfig,
-)
+from slipstream.config.schema import DataConfig
 from slipstream.data import load_corpus
 
 
