@@ -8,6 +8,7 @@ NCCL. slipstream/transport/nccl.py says why that must not matter.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,10 @@ def spin() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and torch finds none here.")
     warm = torch.randn(256, 256, device="cuda")
     kept = [torch.empty(2**28, dtype=torch.uint8, device="cuda") for _ in range(4)]
     event, side = torch.cuda.Event(blocking=True), torch.cuda.Stream()

@@ -1,9 +1,12 @@
-"""Draws a logged convergence run: python benchmarks/draw_convergence.py benchmarks/convergence_h200_2026-11-15.json"""
+"""Draws a logged convergence run.
+
+python benchmarks/draw_convergence.py benchmarks/convergence_h200_2026-11-15.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -32,4 +35,6 @@ def main(source: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    main(parser.parse_args().source)

@@ -10,7 +10,7 @@ timed over the same half, by a host clock between two synchronisations. Results:
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from dataclasses import replace
 
@@ -70,9 +70,14 @@ def measure(
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and torch finds none here.")
     base = Config(
         model=ModelSection(preset="small"),
-        data=DataConfig(sources=(sys.argv[1],), token_dtype="uint8"),
+        data=DataConfig(sources=(arguments.text,), token_dtype="uint8"),
         pipeline=PipelineSection(stages=1, microbatches=1, transport="thread"),
         train=TrainSection(steps=STEPS, device="cuda"),
         evaluation=EvaluationSection(batches=0),

@@ -179,6 +179,8 @@ def work(transport: Transport, name: str, config: Config) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise SystemExit(__doc__)
     name, *arguments = sys.argv[1:]
     default = load_toml(Path(arguments.pop(0))) if arguments and not arguments[0].startswith("-") else Config()
     config = parse(Config, arguments, "torch_training.py SCHEDULE [CONFIG.toml]", __doc__ or "", default)
