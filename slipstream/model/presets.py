@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -75,20 +76,8 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raises a ValueError with one sentence that names the field, its value and the remedy."""
-        for field in (
-            "vocab_size",
-            "sequence_length",
-            "dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "hidden_dim",
-        ):
-            value, most = getattr(self, field), MAX_LAYERS if field == "num_layers" else MAX_SIZE
-            if value < 1:
-                raise ValueError(f"model.{field} is {value}: set it to 1 or more.")
-            if value > most:
-                raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
+        for field in ("vocab_size", "sequence_length", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim"):
+            self._check(field, most=MAX_LAYERS if field == "num_layers" else MAX_SIZE)
         for field in ("rope_base", "norm_eps"):
             value = getattr(self, field)
             if not (0 < value < math.inf):
@@ -114,6 +103,13 @@ class ModelConfig:
             )
         self._validate_experts()
 
+    def _check(self, field: str, least: int = 1, most: int = MAX_SIZE) -> None:
+        value = getattr(self, field)
+        if value < least:
+            raise ValueError(f"model.{field} is {value}: set it to {least} or more.")
+        if value > most:
+            raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
+
     def _validate_rope_scaling(self, numbers: tuple[float, ...]) -> None:
         ok = len(numbers) == 4 and all(0 < number < math.inf for number in numbers)
         if not ok or numbers[0] < 1 or not numbers[1] < numbers[2]:
@@ -127,26 +123,20 @@ class ModelConfig:
             raise ValueError(f"model.num_experts is {self.num_experts}: set it to 0, for a dense model, or more.")
         if self.num_experts == 0:
             for field in ("experts_per_token", "expert_dim", "num_shared_experts", "num_dense_layers"):
-                value = getattr(self, field)
-                if value != 0:
+                if value := getattr(self, field):
                     raise ValueError(
                         f"model.{field} is {value}, but model.num_experts is 0 and the model dense: "
                         f"set model.num_experts, or {field} to 0."
                     )
             return
-        for field in ("num_experts", "expert_dim", "num_shared_experts"):
-            value, most = getattr(self, field), MAX_EXPERTS if field == "num_experts" else MAX_SIZE
-            if value > most:
-                raise ValueError(f"model.{field} is {value}, more than any model has: set it to {most} or less.")
+        self._check("num_experts", most=MAX_EXPERTS)
         if not 2 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"model.experts_per_token is {self.experts_per_token} of {self.num_experts} experts: set it to 2, for "
                 "the share of a single one is always 1 and teaches the router nothing, up to model.num_experts."
             )
-        if self.expert_dim < 1:
-            raise ValueError(f"model.expert_dim is {self.expert_dim}: set it to 1 or more.")
-        if self.num_shared_experts < 0:
-            raise ValueError(f"model.num_shared_experts is {self.num_shared_experts}: set it to 0 or more.")
+        self._check("expert_dim")
+        self._check("num_shared_experts", least=0)
         if not 0 <= self.num_dense_layers <= self.num_layers:
             raise ValueError(
                 f"model.num_dense_layers is {self.num_dense_layers} of {self.num_layers} blocks: "
@@ -154,136 +144,45 @@ class ModelConfig:
             )
 
 
+_bytes = partial(ModelConfig, vocab_size=256)
+_smollm = partial(ModelConfig, vocab_size=49152, sequence_length=2048, rope_base=100000.0, tied_embeddings=True)
+_llama = partial(ModelConfig, vocab_size=128256, sequence_length=4096, rope_base=500000.0)
+_llama_tied = partial(_llama, tied_embeddings=True)
+_mixture = partial(
+    ModelConfig,
+    vocab_size=49152,
+    num_heads=16,
+    num_kv_heads=4,
+    num_experts=64,
+    experts_per_token=6,
+    num_shared_experts=2,
+    num_dense_layers=1,
+)
+"""What the presets of a family have in common."""
+
 PRESETS: dict[str, ModelConfig] = {
     # For a laptop, with bytes as tokens: 0.7M and 25M parameters. With a vocabulary of 256, tied embeddings would save
     # almost nothing.
-    "tiny": ModelConfig(
-        vocab_size=256,
-        sequence_length=256,
-        dim=128,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        hidden_dim=256,
-    ),
-    "small": ModelConfig(
-        vocab_size=256,
-        sequence_length=512,
-        dim=512,
-        num_layers=8,
-        num_heads=8,
-        num_kv_heads=4,
-        hidden_dim=1536,
-    ),
+    "tiny": _bytes(sequence_length=256, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, hidden_dim=256),
+    "small": _bytes(sequence_length=512, dim=512, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=1536),
     # SmolLM2-135M and SmolLM2-360M (arXiv:2502.02737), for 2048 positions; the released models allow 8192.
-    "135m": ModelConfig(
-        vocab_size=49152,
-        sequence_length=2048,
-        dim=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        hidden_dim=1536,
-        rope_base=100000.0,
-        tied_embeddings=True,
-    ),
-    "360m": ModelConfig(
-        vocab_size=49152,
-        sequence_length=2048,
-        dim=960,
-        num_layers=32,
-        num_heads=15,
-        num_kv_heads=5,
-        hidden_dim=2560,
-        rope_base=100000.0,
-        tied_embeddings=True,
-    ),
+    "135m": _smollm(dim=576, num_layers=30, num_heads=9, num_kv_heads=3, hidden_dim=1536),
+    "360m": _smollm(dim=960, num_layers=32, num_heads=15, num_kv_heads=5, hidden_dim=2560),
     # The shape of Llama-3.2-1B, 1.24B parameters, without the RoPE scaling for long sequences.
-    "1b": ModelConfig(
-        vocab_size=128256,
-        sequence_length=2048,
-        dim=2048,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        hidden_dim=8192,
-        rope_base=500000.0,
-        tied_embeddings=True,
-    ),
+    "1b": _llama_tied(sequence_length=2048, dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_dim=8192),
     # The shapes of Llama-3.2-3B, 3.21B parameters, and of Llama-3-8B, 8.03B, also without RoPE scaling.
-    "3b": ModelConfig(
-        vocab_size=128256,
-        sequence_length=4096,
-        dim=3072,
-        num_layers=28,
-        num_heads=24,
-        num_kv_heads=8,
-        hidden_dim=8192,
-        rope_base=500000.0,
-        tied_embeddings=True,
-    ),
-    "8b": ModelConfig(
-        vocab_size=128256,
-        sequence_length=4096,
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        hidden_dim=14336,
-        rope_base=500000.0,
-    ),
+    "3b": _llama_tied(dim=3072, num_layers=28, num_heads=24, num_kv_heads=8, hidden_dim=8192),
+    "8b": _llama(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_dim=14336),
     # For planning: the shape of Llama-3-8B with 40 blocks instead of 32, 9.8B parameters, and that of Llama-3-70B,
     # 70.6B. Both are for 4096 positions.
-    "10b": ModelConfig(
-        vocab_size=128256,
-        sequence_length=4096,
-        dim=4096,
-        num_layers=40,
-        num_heads=32,
-        num_kv_heads=8,
-        hidden_dim=14336,
-        rope_base=500000.0,
-    ),
-    "70b": ModelConfig(
-        vocab_size=128256,
-        sequence_length=4096,
-        dim=8192,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        hidden_dim=28672,
-        rope_base=500000.0,
-    ),
+    "10b": _llama(dim=4096, num_layers=40, num_heads=32, num_kv_heads=8, hidden_dim=14336),
+    "70b": _llama(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=28672),
     # Mixtures of many small experts and two shared ones, as in DeepSeekMoE (arXiv:2401.06066), with the vocabulary of
     # SmolLM2: 1.93B parameters of which a token uses 0.38B, and 10.1B of which it uses 1.7B.
-    "moe-2b": ModelConfig(
-        vocab_size=49152,
-        sequence_length=2048,
-        dim=1024,
-        num_layers=18,
-        num_heads=16,
-        num_kv_heads=4,
-        hidden_dim=4096,
-        rope_base=100000.0,
-        num_experts=64,
-        experts_per_token=6,
-        expert_dim=512,
-        num_shared_experts=2,
-        num_dense_layers=1,
+    "moe-2b": _mixture(
+        sequence_length=2048, rope_base=100000.0, dim=1024, num_layers=18, hidden_dim=4096, expert_dim=512
     ),
-    "moe-10b": ModelConfig(
-        vocab_size=49152,
-        sequence_length=4096,
-        dim=2048,
-        num_layers=24,
-        num_heads=16,
-        num_kv_heads=4,
-        hidden_dim=8192,
-        rope_base=500000.0,
-        num_experts=64,
-        experts_per_token=6,
-        expert_dim=1024,
-        num_shared_experts=2,
-        num_dense_layers=1,
+    "moe-10b": _mixture(
+        sequence_length=4096, rope_base=500000.0, dim=2048, num_layers=24, hidden_dim=8192, expert_dim=1024
     ),
 }
