@@ -219,7 +219,7 @@ def main() -> None:
     model, device = model_of(config, 0), torch.device(given.device)
     sizes = list(given.layers_per_stage) or partition(layer_costs(model, model.sequence_length), given.stages)
     first = sum(sizes[: given.stage])
-    names = layer_names(model)[first : first + sizes[given.stage]]
+    names = layer_names(model.num_layers)[first : first + sizes[given.stage]]
     print(
         f"{given.preset}, two_bw, stage {given.stage} of {given.stages} ({names[0]} to {names[-1]}), "
         f"{given.microbatches} microbatches of {given.microbatch_size} x {model.sequence_length}, {given.dtype}, "

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from .model.decoder import Hidden, next_token_loss
 from .model.documents import attention_mask, document_starts
+from .model.presets import layer_names
 from .model.spec import Loss, ModelSpec, generator
 
 PROBE_VOCABULARY, PROBE_LENGTH, PROBE_LAYERS = 32, 24, 4
@@ -146,10 +147,8 @@ class HuggingFaceModel(ModelSpec):
         """Returns two FLOPs for every weight that a token meets. Of the experts of a block, it meets some."""
         config, num_experts = self.config(), self.count_experts()
         share = getattr(config, "num_experts_per_tok", 1) / num_experts if num_experts else 1.0
-        with torch.device("meta"):
-            layers = self.layers()
         costs = []
-        for name, layer in layers.named_children():
+        for name, layer in self.meta_layers().named_children():
             matrices = [(key, p.numel()) for key, p in layer.named_parameters() if p.ndim > 1]
             sizes = [size * (share if "experts." in key else 1.0) for key, size in matrices]
             costs.append(0.0 if name == "embedding" else 2.0 * sum(sizes))
@@ -239,13 +238,12 @@ def cut(model: Any, document_separator: int | None = None) -> nn.Sequential:
     kinds = getattr(config, "layer_types", None) or [usual] * len(base.layers)
     rotary = getattr(base, "rotary_emb", None)
     blocks = [Block(layer, deepcopy(rotary), kinds[i], config) for i, layer in enumerate(base.layers)]
-    names = ["embedding", *(f"block{i}" for i in range(len(blocks))), "head"]
     head = Head(base.norm, model.get_output_embeddings())
     if document_separator is not None:
         base.embed_tokens.register_forward_hook(
             lambda layer, inputs, output: (output, document_starts(inputs[0], document_separator))
         )
-    return nn.Sequential(OrderedDict(zip(names, [base.embed_tokens, *blocks, head], strict=True)))
+    return nn.Sequential(OrderedDict(zip(layer_names(len(blocks)), [base.embed_tokens, *blocks, head], strict=True)))
 
 
 def join(layers: nn.Sequential) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -17,27 +17,9 @@ MASTER, BUFFER = "master/", "buffer/"
 """Beginnings of the names of masters and buffers in a checkpoint."""
 
 
-class _Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each read when it is accessed."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._names = checkpoint, checkpoint.names()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._checkpoint.read([name])[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def state_of(found: Checkpoint) -> StageState:
     """Returns the state of all stages together. Each stage reads the tensors it needs."""
-    return StageState(found.step, _Tensors(found), merge_facts(part["state"] for part in found.facts.values()))
+    return StageState(found.step, found, merge_facts(part["state"] for part in found.facts.values()))
 
 
 def open_checkpoint(folder: Path, step: int | None = None, on_damage: Callable[[str], None] = print) -> Checkpoint:

@@ -48,8 +48,8 @@ class Part:
     """Data in JSON. When it is read, tuples have become lists and all keys strings. nan and inf are refused."""
 
 
-class Checkpoint:
-    """A committed checkpoint that was intact when it was opened."""
+class Checkpoint(Mapping[str, Tensor]):
+    """A committed checkpoint that was intact when it was opened: its tensors by name, each read when it is accessed."""
 
     def __init__(
         self, step: int, folder: Path, facts: dict[str, dict[str, Any]], files: Mapping[str, TensorFile]
@@ -67,6 +67,20 @@ class Checkpoint:
                     raise CheckpointError(f"{folder} has tensor {name[:200]!r} in both {self._parts[name]} and {part}")
                 self._parts[name] = part
 
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise KeyError(name)
+        return self.read([name])[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Returns the dtype and shape of the tensors of all parts, by name."""
         return {name: self._files[part].entries[name][:2] for name, part in self._parts.items()}
@@ -76,7 +90,7 @@ class Checkpoint:
         wanted: dict[str, list[str]] = {}
         names = list(names)
         for name in names:
-            if name not in self._parts:
+            if name not in self:
                 raise CheckpointError(f"{self._folder} has no tensor {name[:200]!r}")
             wanted.setdefault(self._parts[name], []).append(name)
         found: dict[str, Tensor] = {}

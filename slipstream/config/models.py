@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ..checkpoint import CheckpointError
 from ..checkpoint.hugging_face import WeightFolder
 from ..errors import ConfigError
@@ -95,10 +93,8 @@ def _initial(config: Config) -> ModelSpec:
     _check_unchanged(config, fields, where)
     model = Decoder(**fields, initial=str(path))
     model.validate()
-    with torch.device("meta"):
-        layers = model.layers()
     try:
-        faults = misfits(WeightFolder(path).shapes, layers, model)
+        faults = misfits(WeightFolder(path).shapes, model.meta_layers(), model)
     except CheckpointError as error:
         raise ConfigError(f"{where} has no weights that can be read ({error}): give another folder") from error
     if faults:

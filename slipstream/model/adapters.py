@@ -60,8 +60,7 @@ class PartlyTrained(ModelSpec):
 
     def validate(self) -> None:
         self.base.validate()
-        with torch.device("meta"):
-            layers = self.layers()
+        layers = self.meta_layers()
         names = [name for name, _ in layers.named_parameters(remove_duplicate=False)]
         for pattern in self.freeze:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -90,18 +89,15 @@ class PartlyTrained(ModelSpec):
                 parameter.copy_(draw.mul_(2).sub_(1).mul_(parameter.shape[1] ** -0.5))
 
     def layer_flops(self) -> list[float]:
-        with torch.device("meta"):
-            layers = self.layers()
         added = [
             2.0 * sum(parameter.numel() for name, parameter in layer.named_parameters() if is_adapter(name))
-            for layer in layers
+            for layer in self.meta_layers()
         ]
         return [cost + more for cost, more in zip(self.base.layer_flops(), added, strict=True)]
 
     def flops_per_token(self) -> float:
         """Counts no gradients of frozen weights, but all gradients of activations."""
-        with torch.device("meta"):
-            layers = self.layers()
+        layers = self.meta_layers()
         blocks_and_head = [name for name, _ in layers.named_children()][1:]
         weights = sum(
             parameter.numel()
@@ -112,9 +108,7 @@ class PartlyTrained(ModelSpec):
 
     @property
     def steps_tied_weights(self) -> bool:
-        with torch.device("meta"):
-            first = self.layers()[0]
-        return self.tied_embeddings and any(parameter.requires_grad for parameter in first.parameters())
+        return self.tied_embeddings and any(p.requires_grad for p in self.meta_layers()[0].parameters())
 
     # ---- as the base has it
 
@@ -149,15 +143,16 @@ def is_adapter(name: str, letter: str = "") -> bool:
     return any(f".lora_{each}." in name for each in letter or "AB")
 
 
+def block_projections(layers: nn.Sequential) -> list[str]:
+    """Returns the names of the linear projections of all layers but the first and the last."""
+    blocks = {name for name, _ in list(layers.named_children())[1:-1]}
+    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linear if name.split(".")[0] in blocks]
+
+
 def _inject(layers: nn.Sequential, lora: Lora) -> None:
-    """Puts adapters into the linear projections of all layers but the first and the last. Everything else is frozen."""
-    peft = _peft()
-    blocks = [name for name, _ in layers.named_children()][1:-1]
-    linear = [
-        name
-        for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[0] in blocks
-    ]
+    """Puts adapters into the linear projections of the blocks. Everything else is frozen."""
+    peft, linear = _peft(), block_projections(layers)
     known = sorted({name.split(".")[-1] for name in linear})
     for target in lora.targets:
         if target not in known:

@@ -218,7 +218,7 @@ def decoder(config: ModelConfig, logits: bool = True) -> nn.Sequential:
         *(Block(config, is_sparse=i >= num_dense) for i in range(config.num_layers)),
         Head(config, logits),
     ]
-    model = nn.Sequential(OrderedDict(zip(layer_names(config), layers, strict=True)))
+    model = nn.Sequential(OrderedDict(zip(layer_names(config.num_layers), layers, strict=True)))
     tie(model, config)
     return model
 
@@ -251,7 +251,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
     seed: None means that only buffers are set, and parameters are left to the caller.
     """
     tie(model, config)
-    known = set(layer_names(config))
+    known = set(layer_names(config.num_layers))
     for name, parameter in model.named_parameters():
         if name.split(".")[0] not in known:
             raise ValueError(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 
-def layer_names(config: ModelConfig) -> list[str]:
-    """Returns the names of the layers of `decoder(config)`, in order."""
-    return ["embedding", *(f"block{i}" for i in range(config.num_layers)), "head"]
+def layer_names(num_layers: int) -> list[str]:
+    """Returns the names of the layers of a model with `num_layers` blocks, in order."""
+    return ["embedding", *(f"block{i}" for i in range(num_layers)), "head"]
 
 
 MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 1000, 10_000, 4_000_000

@@ -20,6 +20,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from .presets import layer_names
+
 Loss = Callable[[Any, Tensor], Tensor]
 """Function (outputs of the last layer, targets) -> sum of the losses of all positions."""
 
@@ -71,7 +73,7 @@ class ModelSpec(ABC):
     @property
     def layer_names(self) -> list[str]:
         """Returns the names of the layers, in order."""
-        return ["embedding", *(f"block{i}" for i in range(self.num_layers)), "head"]
+        return layer_names(self.num_layers)
 
     @abstractmethod
     def layers_and_loss(self, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
@@ -103,10 +105,14 @@ class ModelSpec(ABC):
     def layers(self) -> nn.Sequential:
         return self.layers_and_loss()[0]
 
+    def meta_layers(self) -> nn.Sequential:
+        """Returns the layers on the meta device: names, shapes and dtypes, without memory."""
+        with torch.device("meta"):
+            return self.layers()
+
     def num_parameters(self) -> int:
         """Returns the number of parameters. Tied parameters count once."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.layers().parameters())
+        return sum(parameter.numel() for parameter in self.meta_layers().parameters())
 
     @property
     def steps_tied_weights(self) -> bool:
@@ -115,8 +121,7 @@ class ModelSpec(ABC):
 
     def num_frozen_parameters(self) -> int:
         """Returns the number of parameters that are not trained."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.layers().parameters() if not parameter.requires_grad)
+        return sum(parameter.numel() for parameter in self.meta_layers().parameters() if not parameter.requires_grad)
 
     @property
     def weight_folder(self) -> Path | None:

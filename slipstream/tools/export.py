@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.hugging_face import SINGLE, write_weights
 from ..checkpoint.tensors import Description
 from ..errors import UsageError
 from ..hf import HuggingFaceModel
-from ..model.adapters import NAME, PartlyTrained, is_adapter, merge, peft_config
+from ..model.adapters import NAME, PartlyTrained, block_projections, is_adapter, merge, peft_config
 from ..model.hugging_face import config_json, source_of
 from ..model.registry import Decoder
 from ..model.spec import ModelSpec
@@ -47,7 +47,7 @@ def export(
         raise UsageError(f"{source.where} is a folder of Hugging Face already: give a run")
 
     def master(name: str) -> Tensor:
-        return checkpoint.read([MASTER + name])[MASTER + name]
+        return checkpoint[MASTER + name]
 
     model = source.model.base if isinstance(source.model, PartlyTrained) else source.model
     is_whole = model is source.model
@@ -81,7 +81,7 @@ def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = F
             their_name = f"base_model.model.{names[module]}.{matrix}.weight"
             sources[their_name], entries[their_name] = saved, Description(getattr(torch, dtype), shape)
             targets.add(names[module])
-    read = source.checkpoint.read
+    tensors = source.checkpoint
     short = {name.split(".")[-1] for name in targets}
     base = model.base
     has_experts = bool(base.num_experts if isinstance(base, Decoder) else _hugging_face(base).count_experts())
@@ -97,7 +97,7 @@ def export_adapter(source: Source, folder: Path, dtype: str, overwrite: bool = F
     )
     about.inference_mode = about.init_lora_weights = True
     with _folder(folder, overwrite, "adapter_config.json") as partial:
-        write_weights(partial, entries, lambda name: read([sources[name]])[sources[name]], max_shard_bytes=sys.maxsize)
+        write_weights(partial, entries, lambda name: tensors[sources[name]], max_shard_bytes=sys.maxsize)
         (partial / SINGLE).rename(partial / "adapter_model.safetensors")
         about.save_pretrained(partial)
 
@@ -151,11 +151,7 @@ def _merged_layers(source: Source) -> Callable[[str], Tensor]:
 
 def _module_names(model: ModelSpec) -> dict[str, str]:
     """Returns the names that transformers has for the linear projections of the blocks."""
-    with torch.device("meta"):
-        layers = model.layers()
-    blocks = set(model.layer_names[1:-1])
-    ours = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
-    ours = [name for name in ours if name.split(".")[0] in blocks]
+    ours = block_projections(model.meta_layers())
     if isinstance(model, Decoder):
         return {name: source_of(f"{name}.weight", model).names[0].removesuffix(".weight") for name in ours}
     return _hugging_face(model).module_names(ours)
@@ -171,11 +167,9 @@ def _tensors(
 ) -> tuple[dict[str, Description], Callable[[str], Tensor]]:
     """Returns the tensors of the folder, and a function that reads one. A stack of experts is read once for all of its
     experts, which follow each other."""
-    with torch.device("meta"):
-        layers = model.layers()
     entries: dict[str, Description] = {}
     places: dict[str, tuple[str, int | None]] = {}
-    for name, parameter in layers.named_parameters():
+    for name, parameter in model.meta_layers().named_parameters():
         source, shape = source_of(name, model), tuple(parameter.shape)
         its_dtype = torch.float32 if name.endswith("router.bias") else dtype
         for index, their_name in enumerate(source.names):

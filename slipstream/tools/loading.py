@@ -85,7 +85,7 @@ def find_source(path: Path, step: int | None, say: Callable[[str], None]) -> Sou
         raise UsageError(f"model.name = {name!r} is a model of your own: load its checkpoint in a program of your own")
     text, end, end_id = _tokenizer(path, config, model)
     is_bytes = text is not None and json.loads(text)["model"].get("vocab") == byte_vocabulary()
-    optimizer = config.optimizer.name if checkpoint else None
+    optimizer = None if checkpoint is None else config.optimizer.name
     return Source(path, model, optimizer, checkpoint, text, end, end_id, is_bytes, config.train.seed)
 
 
@@ -137,17 +137,16 @@ def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
 def load(source: Source, device: torch.device, dtype: torch.dtype, layer: str | None = None) -> nn.Sequential:
     """Returns the layers with their weights, read one tensor at a time. layer: the only one to return; None means
     all."""
-    with torch.device("meta"):
-        layers = source.model.layers()
+    layers = source.model.meta_layers()
     if layer is not None:
         layers = nn.Sequential(OrderedDict([(layer, layers.get_submodule(layer))]))
     layers.to(dtype).to_empty(device=device)
-    is_whole = all(parameter.requires_grad for parameter in layers.parameters())
-    source.model.initialise(layers, seed=None if source.checkpoint and is_whole else source.seed)
+    is_whole = source.checkpoint is not None and all(parameter.requires_grad for parameter in layers.parameters())
+    source.model.initialise(layers, seed=None if is_whole else source.seed)
     if source.checkpoint is not None:
         for name, parameter in layers.named_parameters():
             if parameter.requires_grad:
                 is_tied = name == "head.output.weight" and source.model.tied_embeddings
                 saved = MASTER + ("embedding.weight" if is_tied else name)
-                parameter.copy_(source.checkpoint.read([saved])[saved])
+                parameter.copy_(source.checkpoint[saved])
     return layers.requires_grad_(False).eval()

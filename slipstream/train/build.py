@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from ..config.defaults import settled
 from ..config.layout import validate_layouts
 from ..config.models import model_of, recomputed_layers
@@ -203,8 +201,7 @@ def _check_tied(config: Config, model: ModelSpec, sizes: list[int]) -> None:
     """Raises a ConfigError if stages that step on their own hold the same weight, and it is updated."""
     if not TRAITS[config.pipeline.schedule].steps_alone:
         return
-    with torch.device("meta"):
-        tied = tied_parameters(model.layers(), sizes)
+    tied = tied_parameters(model.meta_layers(), sizes)
     if names := [name for name, weight in tied.items() if not weight.is_frozen]:
         raise ConfigError(
             f"pipeline.schedule = {config.pipeline.schedule!r} lets every stage step on its own, and {names[0]} and "

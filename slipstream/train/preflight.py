@@ -117,8 +117,7 @@ def check_optimizers(config: Config, groups: list[Group], model: ModelSpec) -> N
 
     The toy parameters have the numbers of dimensions that the parameters of the model have.
     """
-    with torch.device("meta"):
-        named_parameters = [(name, p) for name, p in model.layers().named_parameters() if p.requires_grad]
+    named_parameters = [(name, p) for name, p in model.meta_layers().named_parameters() if p.requires_grad]
     for group, members in assign(named_parameters, groups):
         if not members:
             continue

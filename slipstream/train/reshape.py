@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoint.stage_state import StageState
 from ..config.layout import Layout, LayoutChange, check_changeable, layout_changes, next_layout_change, num_processes
 from ..config.schema import Config
@@ -164,8 +162,7 @@ class Reshaping:
         Returns the state that this process needs in the next layout, and the order of the processes in it.
         """
         self._world.leave()
-        with torch.device("meta"):
-            model = components.model.layers()
+        model = components.model.meta_layers()
         sizes = components.layers_per_stage
         tied = tied_parameters(model, sizes)
         holders = [

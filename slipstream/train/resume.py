@@ -142,8 +142,7 @@ def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
             "or another run.name"
         )
     _check_frozen(found, config, model, where)
-    with torch.device("meta"):
-        expected = {name: p.shape for name, p in model.layers().named_parameters() if p.requires_grad}
+    expected = {name: p.shape for name, p in model.meta_layers().named_parameters() if p.requires_grad}
     try:
         _check_weights(found, expected)
         _check_versions(found, schedule_of(config), expected)

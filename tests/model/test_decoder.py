@@ -57,7 +57,7 @@ def test_a_cut_anywhere_composes_to_the_same_output_bitwise(cut: int) -> None:
 
 def test_a_cut_keeps_layer_and_parameter_names() -> None:
     whole = decoder(CONFIG)
-    assert [name for name, _ in whole.named_children()] == layer_names(CONFIG)
+    assert [name for name, _ in whole.named_children()] == layer_names(CONFIG.num_layers)
     names = [name for cut in (whole[:2], whole[2:4], whole[4:]) for name, _ in cut.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
 
@@ -191,7 +191,7 @@ def test_demo_presets_are_small() -> None:
 
 def test_layer_costs_follow_the_layers() -> None:
     costs = layer_costs(CONFIG, 16)
-    assert len(costs) == len(layer_names(CONFIG))
+    assert len(costs) == len(layer_names(CONFIG.num_layers))
     assert costs[0] == 0 and len(set(costs[1:-1])) == 1
     assert costs[-1] == 2 * CONFIG.dim * CONFIG.vocab_size
     block = decoder(CONFIG)[1]
