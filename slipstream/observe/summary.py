@@ -11,7 +11,6 @@ import math
 import os
 import statistics
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..pipeline.clock import Activity, Span
 from ..pipeline.peak_memory import peak_memory
 from ..schedule import Action, Schedule
 from ..schedule.render import svg
-from ..transport.base import Transport, gather_objects
+from ..transport.base import gather_objects
 from .console import Screen
 from .metrics import finite, loss_said
 from .plots import draw_losses
@@ -35,9 +34,9 @@ NUM_LAST_ACTIONS = 40
 """Number of spans that a stage writes when the run fails."""
 
 
-def gather_stages(transport: Transport, pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:
+def gather_stages(pipeline: Pipeline, delays: list[int], config: Config) -> list[dict[str, Any]]:
     """Gathers the facts that every stage knows about itself. All stages receive all of them."""
-    schedule, clock = pipeline.schedule, pipeline.clock
+    transport, schedule, clock = pipeline.transport, pipeline.schedule, pipeline.clock
     hashes = {
         name: hashlib.sha256(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
         for name, weight in pipeline.weights().items()
@@ -71,22 +70,17 @@ def _latest(spans: list[Span], num_actions: int) -> list[tuple[Any, ...]]:
     return [(str(span.action), int(span.activity), *span[2:]) for span in spans[first:]]
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """The facts about the model and its data in the summary."""
-
-    num_parameters: int
-    layers_per_stage: list[int]
-    tokens_per_step: int
-    tokenizer: str
-    sources: list[dict[str, Any]]
-    """Name, weight and number of tokens of every source, and how many times the run has read it."""
-
-
 def summarise(
     config: Config,
-    model: ModelFacts,
+    pipeline: Pipeline,
     stages: list[dict[str, Any]],
+    utilisation: UtilisationReport | None,
+    *,
+    num_parameters: int,
+    layers_per_stage: list[int],
+    tokens_per_step: int,
+    tokenizer: str,
+    sources: list[dict[str, Any]],
     losses: list[float],
     val_loss: float | None,
     val_bits_per_byte: float | None,
@@ -94,13 +88,12 @@ def summarise(
     first_step: int,
     seconds: float,
     earlier_seconds: float,
-    utilisation: UtilisationReport | None,
-    pipeline: Pipeline,
 ) -> dict[str, Any]:
     """Returns the content of summary.json.
 
-    val_losses: validation loss by source, if the run evaluates each. first_step, seconds: first step and duration of
-    the training since this process started, in all its layouts.
+    sources: name, weight and number of tokens of every source, and how many times the run has read it. val_losses:
+    validation loss by source, if the run evaluates each. first_step, seconds: first step and duration of the training
+    since this process started, in all its layouts.
     earlier_seconds: duration of the steps before, if the run was resumed.
     """
     end = pipeline.end
@@ -109,20 +102,19 @@ def summarise(
     utilisations = [stage["utilisation"] for stage in stages]
     # If a run was killed after its last update, the resumed run makes no update and writes only this summary.
     delays = [delay for stage in stages for delay in stage["delays"]] or [0]
-    tokens_per_step = model.tokens_per_step
     tokens, whole_seconds = tokens_per_step * end, earlier_seconds + seconds
     tail = losses[-max(1, len(losses) // 20) :]
     return {
         "schedule": config.pipeline.schedule,
         "stages": config.pipeline.stages,
         "replicas": config.pipeline.replicas,
-        "layers_per_stage": model.layers_per_stage,
+        "layers_per_stage": layers_per_stage,
         "microbatches": config.pipeline.microbatches,
         "steps": end,
         "resumed_at": first_step or None,
-        "parameters": model.num_parameters,
+        "parameters": num_parameters,
         "tokens": tokens,
-        "sources": model.sources,
+        "sources": sources,
         "first_loss": losses[0] if losses else None,
         "last_loss": statistics.fmean(tail) if tail else None,
         "val_loss": val_loss,
@@ -143,7 +135,7 @@ def summarise(
         "microbatches_in_flight": [stage["in_flight"] for stage in stages],
         "peak_memory_bytes": [stage["memory"] for stage in stages],
         "parameter_checksum": checksum,
-        "tokenizer": model.tokenizer,
+        "tokenizer": tokenizer,
         "torch": torch.__version__,
     }
 
@@ -199,9 +191,10 @@ def lateness(least: int, most: int) -> str:
     return f"{least if least == most else f'{least} to {most}'} update{'s' * (most > 1)} late"
 
 
-def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error: Exception) -> None:
+def leave_actions(folder: Path, pipeline: Pipeline, error: Exception) -> None:
     """Writes the last actions of this stage to a file. They add detail to the one error sentence that all stages
     share."""
+    transport = pipeline.transport
     replica = f".replica-{transport.replica}" if transport.num_replicas > 1 else ""
     spans = sorted(pipeline.clock.latest, key=lambda span: span.end)[-NUM_LAST_ACTIONS:]
     lines = [
@@ -219,10 +212,8 @@ def leave_actions(folder: Path, transport: Transport, pipeline: Pipeline, error:
 
 
 def _loss_line(summary: dict[str, Any]) -> list[str]:
-    loss, held_out = summary["val_loss"], ""
-    if loss is not None:
-        held_out = f"; validation loss {loss_said(loss, summary['val_bits_per_byte'])}"
-    if summary["first_loss"] is None:  # all metrics of the run are lost
+    first, last, loss = summary["first_loss"], summary["last_loss"], summary["val_loss"]
+    if first is None:  # all metrics of the run are lost
         return []
-    first, last = summary["first_loss"], summary["last_loss"]
+    held_out = "" if loss is None else f"; validation loss {loss_said(loss, summary['val_bits_per_byte'])}"
     return [f"loss {first:.4f} at first, {last:.4f} over the last twentieth of the steps{held_out}"]

@@ -28,7 +28,7 @@ from ..observe.console import Screen
 from ..observe.devices import flops_of
 from ..observe.metrics import Metrics, writes_metrics
 from ..observe.status_file import status_file
-from ..observe.summary import ModelFacts, gather_stages, leave_actions, leave_behind, summarise
+from ..observe.summary import gather_stages, leave_actions, leave_behind, summarise
 from ..observe.torch_profile import TorchProfile
 from ..pipeline import Evaluation, EvaluationPart, EvaluationReport, Pipeline, Requests, StepReport
 from ..pipeline.checkpoints import StageWriter
@@ -139,27 +139,27 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
     pipeline.clock.watcher = status_file(transport.stage, transport.replica)
     tokens_per_step = components.batches.num_tokens(0)
     screen, folder = Screen(), run_folder(config)
-    metrics = text = None
-    if writes_metrics(transport):
+    is_writing, text, peak = writes_metrics(transport), None, None
+    if is_writing:
         if components.validation is not None:
             text = text_size(components.validation, components.tokenizer, components.tokenizer_json)
         flops = flops_of(device, 1 if may_share_a_gpu(config) else phase.layout.size, precision_of(config).compute)
         peak = None if flops is None else flops / components.model.flops_per_token()
-        metrics = Metrics(
-            pipeline,
-            folder,
-            tokens_per_step=tokens_per_step,
-            log_every_steps=config.run.log_every_steps,
-            sinks=config.run.sinks,
-            config=asdict(run.config),
-            peak_tokens_per_second=peak,
-            bits_per_byte=None if text is None else text.bits_per_byte,
-            screen=screen,
-        )
+    metrics = Metrics(
+        pipeline,
+        folder,
+        tokens_per_step=tokens_per_step,
+        log_every_steps=config.run.log_every_steps,
+        sinks=config.run.sinks,
+        config=asdict(run.config),
+        peak_tokens_per_second=peak,
+        bits_per_byte=None if text is None else text.bits_per_byte,
+        screen=screen,
+    )
     saver = Saver(run.config, components.model, pipeline, run.store, screen.print, corpus_facts(components.batches))
     run.writers.append(saver.writer)
     delays: list[int] = []
-    losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None] if metrics else []
+    losses = [row["loss"] for row in metrics.earlier if row.get("loss") is not None]
     val_loss: float | None = None
     details: dict[str, Any] = {}
     traced = folder / "profile" / f"stage-{transport.stage}.replica-{transport.replica}.json"
@@ -170,53 +170,47 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             if isinstance(report, StepReport):
                 delays.append(report.delay)
                 losses.append(report.loss)
-                if metrics:  # before the step is saved: a run that resumes after this step does not report it again
-                    metrics.log(report, learning_rates=components.learning_rates(report.step))
+                # Before the step is saved: a run that resumes after this step does not report it again.
+                metrics.log(report, learning_rates=components.learning_rates(report.step))
                 saver.after(report)
                 profile.after(report.step + 1)
             else:
-                val_loss = report.loss
-                if metrics:
-                    details = _details(config, components, report)
-                    metrics.log(report, **details)
+                val_loss, details = report.loss, _details(config, components, report)
+                metrics.log(report, **details)
     except Exception as error:
         with suppress(OSError):
-            leave_actions(folder, transport, pipeline, error)
+            leave_actions(folder, pipeline, error)
         raise
     finally:
-        seconds = metrics.close() if metrics else 0.0
+        seconds = metrics.close()
         profile.close()
     if pipeline.end != config.train.steps and not pipeline.was_stopped:
         saver.writer.retire()
         return pipeline.state()
     saver.finish(pipeline)
-    stages = gather_stages(transport, pipeline, delays, config)
-    if metrics:
+    stages = gather_stages(pipeline, delays, config)
+    if is_writing:
         if run.reshapes:  # the metrics cover the last layout only
             seconds = time.perf_counter() - run.started
         before = [row.get("seconds") for row in metrics.earlier if row["step"] <= run.first_step]
         earlier = sum(each for each in before if isinstance(each, (int, float)))
-        model = ModelFacts(
-            components.model.num_parameters(),
-            components.layers_per_stage,
-            tokens_per_step,
-            components.tokenizer,
-            _sources(config, components.batches, pipeline.end),
-        )
-        bits = None if text is None or val_loss is None else text.bits_per_byte(val_loss)
         summary = summarise(
             config,
-            model,
-            stages,
-            losses,
-            val_loss,
-            bits,
-            details.get("val_losses", {}),
-            run.first_step,
-            seconds,
-            earlier,
-            metrics.utilisation,
             pipeline,
+            stages,
+            metrics.utilisation,
+            num_parameters=components.model.num_parameters(),
+            layers_per_stage=components.layers_per_stage,
+            tokens_per_step=tokens_per_step,
+            tokenizer=components.tokenizer,
+            sources=_sources(config, components.batches, pipeline.end),
+            losses=losses,
+            val_loss=val_loss,
+            val_bits_per_byte=None if text is None or val_loss is None else text.bits_per_byte(val_loss),
+            val_losses=details.get("val_losses", {}),
+            first_step=run.first_step,
+            seconds=seconds,
+            earlier_seconds=earlier,
         )
         summary |= {"reshapes": run.reshapes, "config": asdict(run.config)}
         try:
@@ -225,7 +219,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             said = f"{error.filename} cannot be written ({reason(error)}): make room for it, and resume the run with "
             raise PipelineError(transport.fail(f"{said}--checkpoint.resume")) from error
     if pipeline.was_stopped or config.checkpoint.at_end:
-        _check_saved(transport, run.store, pipeline, device, screen.print if metrics else None)
+        _check_saved(run.store, pipeline, device, screen.print if is_writing else None)
     return None
 
 
@@ -245,14 +239,13 @@ def _details(config: Config, components: Components, report: EvaluationReport) -
     return details
 
 
-def _check_saved(
-    transport: Transport, store: Store, pipeline: Pipeline, device: torch.device, say: Callable[[str], None] | None
-) -> None:
+def _check_saved(store: Store, pipeline: Pipeline, device: torch.device, say: Callable[[str], None] | None) -> None:
     """Reports the step after which the run stopped, if it was stopped.
 
     Raises a PipelineError if the last step has no checkpoint, because a process must not exit with success when nothing
     was saved. say: prints the report. None on all stages except the one that reports for all.
     """
+    transport = pipeline.transport
     if transport.num_replicas > 1:  # in this replica all have finished writing: their summaries have arrived
         transport.add_replicas([torch.zeros(1, device=device)]).wait(lambda: "the other replicas' last checkpoint")
     if say is None:
