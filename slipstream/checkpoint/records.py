@@ -31,22 +31,14 @@ class PartRecord:
 
     step: int
     num_parts: int
-    facts: dict[str, Any]
     tensors: Stamp
+    facts: dict[str, Any]
 
     def encode(self, name: str) -> bytes:
         where = f"part {name!r} of step {self.step}"
+        tree = {"format": FORMAT, **vars(self), "tensors": self.tensors._asdict()}
         try:
-            text = json.dumps(
-                {
-                    "format": FORMAT,
-                    "step": self.step,
-                    "num_parts": self.num_parts,
-                    "tensors": self.tensors._asdict(),
-                    "facts": self.facts,
-                },
-                allow_nan=False,
-            ).encode()
+            text = json.dumps(tree, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{where} has facts that JSON cannot say ({error})") from error
         if len(text) > MAX_JSON_BYTES:
@@ -57,7 +49,7 @@ class PartRecord:
     def decode(cls, text: bytes, path: Path) -> PartRecord:
         with reading(path):
             found = _parse(text, path)
-            return cls(found["step"], found["num_parts"], found["facts"], Stamp(**found["tensors"]))
+            return cls(found["step"], found["num_parts"], Stamp(**found["tensors"]), found["facts"])
 
 
 @dataclass(frozen=True)

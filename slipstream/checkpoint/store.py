@@ -141,7 +141,7 @@ class Store:
             self._check_space(part)
             partial.mkdir(exist_ok=True)
             tensors = write_file(partial / (part.name + TENSORS), stream(part.tensors))
-            record = PartRecord(step, num_parts, dict(part.facts), tensors)
+            record = PartRecord(step, num_parts, tensors, dict(part.facts))
             write_file(partial / (part.name + RECORD), [record.encode(part.name)])
             committing = self._claim(step, num_parts)
         except Exception as error:
