@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -138,9 +139,14 @@ def validate_layouts(config: Config) -> None:
         )
     if num_processes(config) > Layout.of(config).size or section.reshape:
         check_changeable(config)
-    for text, change in zip(section.reshape, layout_changes(config), strict=True):
+    check_layout_changes(config, lambda layout: layout.applied(config))
+
+
+def check_layout_changes(config: Config, check: Callable[[Layout], object]) -> None:
+    """Calls a function with every layout of pipeline.reshape. A ConfigError that it raises names the change."""
+    for text, change in zip(config.pipeline.reshape, layout_changes(config), strict=True):
         try:
-            change.layout.applied(config)
+            check(change.layout)
         except ConfigError as error:
             raise ConfigError(f"pipeline.reshape = {text!r} is invalid: {error}") from error
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ..config.defaults import settled
-from ..config.layout import Layout, layout_changes, num_processes
+from ..config.layout import Layout, check_layout_changes, layout_changes, num_processes
 from ..config.models import with_model
 from ..config.rules import validate
 from ..config.schema import Config
@@ -24,7 +24,7 @@ from .checkpointing import SIGNALS, SignalRequests, checkpoint_store
 from .describe import describe, notes
 from .preflight import check_machine
 from .process import LaunchFacts, train_process
-from .reshape import check_layout_changes
+from .reshape import check_layout
 from .resume import changes, keep_configuration, newest
 from .run_folder import check_folder, has_summary, make_folder, run_folder
 
@@ -44,7 +44,7 @@ def train(config: Config) -> None:
         check_folder(folder, config.run.overwrite, config.checkpoint.resume)
     components = build_components(config)
     config = with_model(config, components.model)
-    check_layout_changes(config)
+    check_layout_changes(config, partial(check_layout, config))  # can the model be cut so?
     check_machine(config)
     store = checkpoint_store(config, folder)
     # Only the first process decides. Another process might look while the first one removes the remains of a crash, and
