@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from ..checkpoint.files import write_file
 from ..pipeline import EvaluationReport, Pipeline, StepReport
 from ..pipeline.clock import TimeSplit
 from ..transport.base import Transport
@@ -78,7 +79,7 @@ class Metrics:
         num_steps = schedule.num_steps or 0
         path = folder / "metrics.jsonl"
         self.earlier = _rows_before(path, schedule.first_step)
-        _rewrite(path, self.earlier)
+        write_file(path, ["".join(json.dumps(row) + "\n" for row in self.earlier).encode()])
         self._sinks = [
             JsonLines(path, screen.print),
             *(Guarded(cls, folder, config or {}, screen.print) for cls in classes),
@@ -280,13 +281,6 @@ def _rows_before(path: Path, first_step: int) -> list[dict[str, Any]]:
 def _is_drawn(value: Any) -> bool:
     """Returns whether a value can be drawn. None is accepted: it is the loss of an update that was skipped."""
     return value is None or (type(value) in (int, float) and abs(value) < 1e300)
-
-
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replaces a file by one with these rows, atomically."""
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    draft.replace(path)
 
 
 def finite(value: Any) -> Any:

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.files import write_file
 from ..checkpoint.stage_state import StageState
-from ..config.layout import Layout, LayoutChange, check_changeable, layout_changes, next_layout_change, num_processes
+from ..config.layout import Layout, LayoutChange, check_changeable, next_layout_change, num_processes
 from ..config.schema import Config
 from ..errors import ConfigError
 from ..observe.console import Screen
@@ -69,15 +70,6 @@ def check_layout(config: Config, layout: Layout) -> None:
             f"or start it with pipeline.processes = {layout.size}"
         )
     build_components(layout.applied(config))
-
-
-def check_layout_changes(config: Config) -> None:
-    """Raises a ConfigError if the model cannot be cut into one of the layouts of `pipeline.reshape`."""
-    for text, change in zip(config.pipeline.reshape, layout_changes(config), strict=True):
-        try:
-            check_layout(config, change.layout)
-        except ConfigError as error:
-            raise ConfigError(f"pipeline.reshape = {text!r} is invalid: {error}") from error
 
 
 @dataclass
@@ -206,9 +198,7 @@ class Reshaping:
 
 
 def write_command(folder: Path, layout: Layout) -> None:
-    draft = folder / f"{COMMAND_NAME}.draft"
-    draft.write_text(f"{layout}\n", encoding="utf-8")
-    draft.replace(folder / COMMAND_NAME)
+    write_file(folder / COMMAND_NAME, [f"{layout}\n".encode()])
 
 
 def parameter_of(name: str) -> str | None:
