@@ -48,13 +48,13 @@ def main(arguments: list[str]) -> None:
     path, step = run_and_step(given.source)
 
     from ..observe.console import Screen
-    from ..tools.generate import Sampling, Text, generate
+    from ..tools.generate import Sampling, codec_of, generate
     from ..tools.loading import find_source, load, place
 
     sampling = Sampling(given.max_tokens, given.temperature, given.top_k, given.top_p, given.seed)
     source = find_source(path, step, Screen().print)
-    text = Text(source)
-    prompt = text.encode(given.prompt)
+    codec = codec_of(source)
+    prompt = codec.encode(given.prompt)
     length = source.model.sequence_length
     if not prompt:
         raise UsageError("prompt = '' has no tokens: give at least one letter")
@@ -70,6 +70,6 @@ def main(arguments: list[str]) -> None:
     for sample in range(given.samples):
         drawn = replace(sampling, seed=given.seed + sample, end=source.end_of_text_id)
         print(given.prompt, end="", flush=True)
-        for piece in text.stream(generate(layers, prompt, drawn, length, given.cache)):
+        for piece in codec.stream(generate(layers, prompt, drawn, length, given.cache)):
             print(piece, end="", flush=True)
         print("\n" if given.samples > 1 else "")

@@ -2,7 +2,7 @@
 get the same batches."""
 
 from .batches import Batches, ValidationBatches, validation_batches
-from .codec import Codec
+from .codec import Codec, codec_of_corpus
 from .corpus import Corpus, DataConfig, load_corpus
 from .loaders import corpus_of
 from .mixture import Source
@@ -20,6 +20,7 @@ __all__ = [
     "TextSize",
     "Tokens",
     "ValidationBatches",
+    "codec_of_corpus",
     "corpus_of",
     "load_corpus",
     "prepare",

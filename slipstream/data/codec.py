@@ -1,27 +1,21 @@
-"""Turns the prompts of `evaluation.prompts` into tokens, and what the model adds to them into text."""
+"""Turns prompts into tokens, and what a model adds to them into text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .tokens import DataError
 
 
 class Codec:
-    def __init__(self, tokenizer: str, tokenizer_json: bytes | None) -> None:
-        """tokenizer, tokenizer_json: name and file, as in `Corpus`."""
+    def __init__(self, tokenizer_json: bytes | None) -> None:
+        """tokenizer_json: None means that every byte is the token of its own number. Raises ImportError if the
+        tokenizers library is needed and missing."""
         self._library = None
-        if tokenizer == "bytes":
-            return
-        if tokenizer_json is None:
-            raise DataError("evaluation.prompts needs the tokenizer, which data.sources does not tell: leave it out.")
-        try:
+        if tokenizer_json is not None:
             import tokenizers
-        except ImportError:
-            raise DataError(
-                "evaluation.prompts needs the tokenizers library: pip install 'slipstream[text]'."
-            ) from None
-        self._library = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
+
+            self._library = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
 
     def encode(self, text: str) -> list[int]:
         if self._library is None:
@@ -34,3 +28,27 @@ class Codec:
             return bytes(number for number in ids if number < 256).decode(errors="replace")
         text: str = self._library.decode(list(ids))
         return text
+
+    def stream(self, ids: Iterator[int]) -> Iterator[str]:
+        """Yields text as it becomes known. A letter may need several tokens."""
+        known: list[int] = []
+        said = ""
+        for number in ids:
+            known.append(number)
+            text = self.decode(known)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(said) :]
+                said = text
+        yield self.decode(known)[len(said) :]
+
+
+def codec_of_corpus(tokenizer: str, tokenizer_json: bytes | None) -> Codec:
+    """Returns the codec for `evaluation.prompts`. tokenizer, tokenizer_json: name and file, as in `Corpus`."""
+    if tokenizer == "bytes":
+        return Codec(None)
+    if tokenizer_json is None:
+        raise DataError("evaluation.prompts needs the tokenizer, which data.sources does not tell: leave it out.")
+    try:
+        return Codec(tokenizer_json)
+    except ImportError:
+        raise DataError("evaluation.prompts needs the tokenizers library: pip install 'slipstream[text]'.") from None

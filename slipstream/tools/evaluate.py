@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
-from .generate import Sampling, Text, generate
+from .generate import Sampling, codec_of, generate
 from .loading import Source
 
 MAX_NEW_TOKENS = 256
@@ -56,7 +56,7 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    text, length = Text(source), source.model.sequence_length
+    codec, length = codec_of(source), source.model.sequence_length
     end = source.end_of_text_id
 
     class Model(TemplateLM):
@@ -65,7 +65,7 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
             return 0 if end is None else end
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            return text.encode(string)
+            return codec.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> Any:
             return [_score(layers, context, continuation, length) for _, context, continuation in requests]
@@ -75,7 +75,7 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
             for request in requests:
                 (string,) = request.args
                 windows = get_rolling_token_windows(
-                    token_list=text.encode(string),
+                    token_list=codec.encode(string),
                     prefix_token=self.prefix_token_id,
                     max_seq_len=length,
                     context_len=1,
@@ -91,10 +91,10 @@ def _harness_model(source: Source, layers: nn.Sequential) -> Any:
             until = options.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
             most = options.get("max_gen_toks", MAX_NEW_TOKENS)
-            prompt = text.encode(context)[-(length - most) :] or [self.eot_token_id]
+            prompt = codec.encode(context)[-(length - most) :] or [self.eot_token_id]
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
             said = ""
-            for piece in text.stream(generate(layers, prompt, Sampling(most, temperature, end=end), length)):
+            for piece in codec.stream(generate(layers, prompt, Sampling(most, temperature, end=end), length)):
                 said += piece
                 if any(stop in said for stop in stops):
                     break

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import hf
+from ..data import Codec
 from ..errors import UsageError
 from ..model.decoder import Cache
 from .loading import Source
@@ -56,7 +57,7 @@ def generate(
     there."""
     device = next(layers.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
-    last_logits = _with_cache(layers, length) if use_cache else _without_cache(layers)
+    last_logits = _last_logits(layers, length, use_cache)
     tokens = list(prompt)
     fresh = tokens
     for _ in range(min(sampling.max_tokens, length - len(prompt))):
@@ -73,25 +74,16 @@ LastLogits = Callable[[Tensor], Tensor]
 """Function from tokens, those that follow what it has cached, to the logits of the last one."""
 
 
-def _without_cache(layers: nn.Sequential) -> LastLogits:
-    *body, head = layers
-
-    def last_logits(ids: Tensor) -> Tensor:
-        return head(nn.Sequential(*body)(ids)[:, -1:])[0, -1]
-
-    return last_logits
-
-
-def _with_cache(layers: nn.Sequential, length: int) -> LastLogits:
+def _last_logits(layers: nn.Sequential, length: int, use_cache: bool) -> LastLogits:
     embedding, *blocks, head = layers
-    if isinstance(blocks[0], hf.Block):
+    if use_cache and isinstance(blocks[0], hf.Block):
         return _with_cache_of_transformers(layers)
-    caches = [Cache(length) for _ in blocks]
+    caches = [(Cache(length),) if use_cache else () for _ in blocks]
 
     def last_logits(ids: Tensor) -> Tensor:
         hidden = embedding(ids)
         for block, cache in zip(blocks, caches, strict=True):
-            hidden = block(hidden, cache)
+            hidden = block(hidden, *cache)
         return head(hidden[:, -1:])[0, -1]
 
     return last_logits
@@ -125,43 +117,13 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-class Text:
-    """Turns text into tokens and back. Raises UsageError if the model does not know its tokenizer."""
-
-    def __init__(self, source: Source) -> None:
-        if source.tokenizer_json is None:
-            raise UsageError(
-                f"{source.where} does not know its tokenizer: train with data.tokenizer, or copy tokenizer.json"
-            )
-        self._library = None
-        if source.is_bytes:
-            return
-        try:
-            import tokenizers
-        except ImportError:
-            raise UsageError(
-                "the model has a tokenizer, which needs a library: pip install 'slipstream[text]'"
-            ) from None
-        self._library = tokenizers.Tokenizer.from_str(source.tokenizer_json.decode())
-
-    def encode(self, text: str) -> list[int]:
-        if self._library is None:
-            return list(text.encode())
-        return self._library.encode(text, add_special_tokens=False).ids
-
-    def _decode(self, tokens: list[int]) -> str:
-        if self._library is None:
-            return bytes(tokens).decode(errors="replace")
-        return self._library.decode(tokens)
-
-    def stream(self, tokens: Iterator[int]) -> Iterator[str]:
-        """Yields text as it becomes known. A letter may need several tokens."""
-        known: list[int] = []
-        said = ""
-        for token in tokens:
-            known.append(token)
-            text = self._decode(known)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(said) :]
-                said = text
-        yield self._decode(known)[len(said) :]
+def codec_of(source: Source) -> Codec:
+    """Returns what turns text into tokens and back. Raises UsageError if the model does not know its tokenizer."""
+    if source.tokenizer_json is None:
+        raise UsageError(
+            f"{source.where} does not know its tokenizer: train with data.tokenizer, or copy tokenizer.json"
+        )
+    try:
+        return Codec(None if source.is_bytes else source.tokenizer_json)
+    except ImportError:
+        raise UsageError("the model has a tokenizer, which needs a library: pip install 'slipstream[text]'") from None

@@ -16,7 +16,7 @@ from ..config.models import model_of, recomputed_layers
 from ..config.optimizers import learning_rate, parameter_groups, peak_rates
 from ..config.rules import schedule_of, validate
 from ..config.schema import Config, DataConfig
-from ..data import Batches, Codec, Corpus, ValidationBatches, corpus_of, validation_batches
+from ..data import Batches, Corpus, ValidationBatches, codec_of_corpus, corpus_of, validation_batches
 from ..errors import ConfigError, UsageError
 from ..model.spec import ModelSpec
 from ..observe.sinks import sink_classes
@@ -105,8 +105,18 @@ def build_components(config: Config) -> Components:
         _check_order(schedule)
         _check_tied(config, model, sizes)
         plan_schedule(schedule, groups, has_tied=False, skip_non_finite=config.train.non_finite == "skip")
-        rate = learning_rate(config)
-        samples = _samples(config, model, corpus)
+        return Components(
+            model=model,
+            batches=batches,
+            validation=validation,
+            groups=groups,
+            learning_rate=learning_rate(config),
+            peak_rates=peak_rates(config),
+            layers_per_stage=sizes,
+            tokenizer=corpus.tokenizer,
+            tokenizer_json=corpus.tokenizer_json,
+            samples=_samples(config, model, corpus),
+        )
     except ConfigError:
         raise
     except ValueError as error:
@@ -116,18 +126,6 @@ def build_components(config: Config) -> Components:
             f"data.sources = {list(config.data.sources)} leads to {str(error.filename)!r}, which cannot be read "
             f"({error.strerror}): give another"
         ) from error
-    return Components(
-        model,
-        batches,
-        validation,
-        groups,
-        rate,
-        peak_rates(config),
-        sizes,
-        corpus.tokenizer,
-        corpus.tokenizer_json,
-        samples,
-    )
 
 
 def in_layout_of(config: Config, components: Components) -> Components:
@@ -141,7 +139,7 @@ def in_layout_of(config: Config, components: Components) -> Components:
 
 
 def _layers_per_stage(config: Config, model: ModelSpec) -> list[int]:
-    costs = _measured_costs(config, model) or _estimated_costs(config, model)
+    costs = _layer_costs(config, model)
     stages = config.pipeline.stages
     if stages > len(costs):
         raise ConfigError(
@@ -156,25 +154,18 @@ def _layers_per_stage(config: Config, model: ModelSpec) -> list[int]:
     return sizes
 
 
-def _estimated_costs(config: Config, model: ModelSpec) -> list[float]:
-    """Returns the estimated cost of every layer, in FLOPs of its forward.
+def _layer_costs(config: Config, model: ModelSpec) -> list[float]:
+    """Returns the cost of every layer: the measured seconds of a forward and a backward, or without a profile the
+    estimated FLOPs of a forward.
 
     A backward costs twice a forward. A recomputed layer makes its forward twice, so it costs four thirds of a layer
     that is not recomputed.
     """
     recomputed = recomputed_layers(config, model)
-    forward = zip(model.layer_names, model.layer_flops(), strict=True)
-    return [cost * 4 / 3 if name in recomputed else cost for name, cost in forward]
-
-
-def _measured_costs(config: Config, model: ModelSpec) -> list[float]:
-    """Returns the measured seconds of a forward and a backward through each layer.
-
-    The list is empty if there is no profile.
-    """
     if not config.pipeline.profile:
-        return []
-    path, recomputed = Path(config.pipeline.profile), recomputed_layers(config, model)
+        forward = zip(model.layer_names, model.layer_flops(), strict=True)
+        return [cost * 4 / 3 if name in recomputed else cost for name, cost in forward]
+    path = Path(config.pipeline.profile)
     try:
         layers = read_profile(path).layer_costs(model, path)
     except UsageError as error:
@@ -278,7 +269,7 @@ def _samples(config: Config, model: ModelSpec, corpus: Corpus) -> Samples | None
             f"evaluation.prompts need stages that hold the same number of updates, and those of {name} do not: leave "
             "them out, or set pipeline.schedule = 'two_bw'"
         )
-    codec = Codec(corpus.tokenizer, corpus.tokenizer_json)
+    codec = codec_of_corpus(corpus.tokenizer, corpus.tokenizer_json)
     encoded = tuple(tuple(codec.encode(prompt)) for prompt in prompts)
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids or max(ids) >= model.vocab_size:

@@ -22,7 +22,7 @@ from ..config.layout import layout_at, next_layout_change
 from ..config.models import recomputed_layers
 from ..config.rules import profiled_steps, schedule_of, trains_all
 from ..config.schema import Config
-from ..data import Batches, Codec, Source, text_size
+from ..data import Batches, Source, codec_of_corpus, text_size
 from ..errors import PipelineError
 from ..observe.console import Screen
 from ..observe.devices import flops_of
@@ -231,7 +231,7 @@ def _details(config: Config, components: Components, report: EvaluationReport) -
         names = [part.name for part in components.validation.parts]
         details["val_losses"] = dict(zip(names, report.part_losses, strict=True))
     if report.samples:
-        codec = Codec(components.tokenizer, components.tokenizer_json)
+        codec = codec_of_corpus(components.tokenizer, components.tokenizer_json)
         details["samples"] = [
             {"prompt": prompt, "text": codec.decode(ids)}
             for prompt, ids in zip(config.evaluation.prompts, report.samples, strict=True)

@@ -19,7 +19,7 @@ from slipstream.cli.generate import main as generate_text
 from slipstream.config.schema import Config, ModelSection
 from slipstream.errors import UsageError
 from slipstream.tools.export import export
-from slipstream.tools.generate import Sampling, Text, choose, generate
+from slipstream.tools.generate import Sampling, choose, codec_of, generate
 from slipstream.tools.loading import find_source, load
 from slipstream.train.trainer import train
 
@@ -222,8 +222,8 @@ def test_top_k_and_top_p_draw_only_from_the_likely():
 
 def test_letters_of_several_tokens_come_out_whole(make):
     run = make("dense")
-    text = Text(find_source(run, None, print))
-    pieces = list(text.stream(iter(text.encode("añ模b"))))
+    codec = codec_of(find_source(run, None, print))
+    pieces = list(codec.stream(iter(codec.encode("añ模b"))))
     assert "".join(pieces) == "añ模b" and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
