@@ -32,9 +32,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .model.decoder import Hidden, next_token_loss
+from .model.decoder import Hidden, next_token_loss, tie
 from .model.documents import attention_mask, document_starts
-from .model.presets import layer_names
+from .model.presets import layer_names, saved_name
 from .model.spec import Loss, ModelSpec, generator
 
 PROBE_VOCABULARY, PROBE_LENGTH, PROBE_LAYERS = 32, 24, 4
@@ -83,13 +83,11 @@ class HuggingFaceModel(ModelSpec):
     @torch.no_grad()
     def initialise(self, layers: nn.Module, seed: int | None) -> None:
         """Sets buffers and vectors as transformers does. Matrices are drawn from N(0, initializer_range^2), by name."""
-        found = dict(layers.named_children())
-        if self.tied_embeddings and "embedding" in found and "head" in found:
-            layers.get_submodule("head.output").weight = layers.get_submodule("embedding").weight
+        tie(layers, self)
         probe = dict(_probe(self.config_json).named_children())
         num_blocks = len(probe) - 2
         config = self.config()
-        for layer_name, layer in found.items():
+        for layer_name, layer in layers.named_children():
             index = layer_name.removeprefix("block")
             alike = probe[f"block{int(index) % num_blocks}" if index.isdigit() else layer_name]
             for name, buffer in layer.named_buffers():
@@ -97,9 +95,7 @@ class HuggingFaceModel(ModelSpec):
             for name, parameter in layer.named_parameters():
                 if seed is None:
                     continue
-                full_name = f"{layer_name}.{name}"
-                if full_name == "head.output.weight" and self.tied_embeddings:
-                    full_name = "embedding.weight"
+                full_name = saved_name(f"{layer_name}.{name}", self.tied_embeddings)
                 if parameter.ndim < 2:
                     parameter.copy_(alike.get_parameter(name))
                 else:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from .documents import Embedding, attend
 from .experts import Mixture
-from .presets import ModelConfig, layer_names
-from .spec import generator
+from .presets import ModelConfig, layer_names, saved_name
+from .spec import ModelSpec, generator
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 """What passes between two layers: (batch, length, dim), and where documents are kept apart, their starts."""
@@ -229,7 +229,7 @@ def _embedding(config: ModelConfig) -> nn.Embedding:
     return Embedding(config.vocab_size, config.dim, config.document_separator)
 
 
-def tie(model: nn.Module, config: ModelConfig) -> None:
+def tie(model: nn.Module, config: ModelConfig | ModelSpec) -> None:
     """Makes embedding and head share one Parameter, if the config says so and `model` contains both.
 
     Call it after `to_empty` on a whole model, because torch materialises a shared meta parameter once for each owner.
@@ -260,8 +260,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
             )
         if seed is None:
             continue
-        if name == "head.output.weight" and config.tied_embeddings:
-            name = "embedding.weight"
+        name = saved_name(name, config.tied_embeddings)
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
             continue

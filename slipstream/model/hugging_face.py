@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.hugging_face import WeightFolder
-from .presets import ModelConfig
+from .presets import ModelConfig, saved_name
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -65,8 +65,7 @@ class Source:
 
 def source_of(name: str, config: ModelConfig) -> Source:
     """Returns where a parameter of the decoder is."""
-    if name == "head.output.weight" and config.tied_embeddings:
-        name = "embedding.weight"
+    name = saved_name(name, config.tied_embeddings)
     for pattern, their_name in OURS:
         if match := re.fullmatch(pattern, name):
             found = match.expand(their_name)

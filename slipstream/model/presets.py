@@ -13,6 +13,11 @@ def layer_names(num_layers: int) -> list[str]:
     return ["embedding", *(f"block{i}" for i in range(num_layers)), "head"]
 
 
+def saved_name(name: str, is_tied: bool) -> str:
+    """Returns the name under which a weight is drawn and saved: a head that is tied has that of the embedding."""
+    return "embedding.weight" if is_tied and name == "head.output.weight" else name
+
+
 MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 1000, 10_000, 4_000_000
 """Largest number of blocks, largest number of experts in a block, and largest value of the other sizes. Within these
 limits 64 bits can count the bytes of any tensor."""

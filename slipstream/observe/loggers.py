@@ -55,13 +55,9 @@ FLUSH_SECONDS = 5
 def check_library(name: str) -> None:
     """Rejects a logger whose library is not installed. Other sinks are accepted."""
     libraries = LIBRARIES.get(name, ())
-    if libraries and not any(map(_is_installed, libraries)):
+    # A folder of that name, such as wandb/, has no origin.
+    if libraries and not any(spec is not None and spec.origin is not None for spec in map(find_spec, libraries)):
         raise ConfigError(f"run.sinks = {name!r} needs {libraries[0]}: pip install 'slipstream[log]'")
-
-
-def _is_installed(library: str) -> bool:
-    spec = find_spec(library)
-    return spec is not None and spec.origin is not None  # a folder of that name, such as wandb/, has no origin
 
 
 def numbers(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

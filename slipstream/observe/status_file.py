@@ -49,13 +49,3 @@ def status_file(stage: int, replica: int) -> StatusFile | None:
     """Creates the status file of a stage, or returns None if the environment variable is not set."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return StatusFile(Path(folder) / f"stage-{stage}.replica-{replica}") if folder else None
-
-
-def read_status(path: Path) -> tuple[int, str, str] | None:
-    """Returns the process id, the current activity, and the activity in the background. None means that there is no
-    valid file."""
-    try:
-        process, at, beside = path.read_text(encoding="utf-8").splitlines()
-        return int(process), at.strip(), beside.strip()
-    except (OSError, ValueError):
-        return None

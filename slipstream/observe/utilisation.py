@@ -50,7 +50,7 @@ def explain_utilisation(schedule: Schedule, steps: Sequence[Sequence[TimeSplit]]
     long, or if a stage has no measured costs.
     """
     num_stages, m = schedule.num_stages, schedule.num_microbatches
-    by_stage = [_mean(column) for column in zip(*steps, strict=True)]
+    by_stage = [TimeSplit(*map(fmean, zip(*splits, strict=True))) for splits in zip(*steps, strict=True)]
     if len(by_stage) != num_stages or any(split.forward + split.backward <= 0 for split in by_stage):
         return None
     steady = replace(schedule, num_steps=None, sync_start_steps=0, evaluate_after=(), num_evaluations=0)
@@ -89,7 +89,3 @@ def _step_time(schedule: Schedule, by_stage: Sequence[TimeSplit], overhead: Sequ
         update=[split.update for split in by_stage],
     )
     return simulate(schedule, costs).step_time
-
-
-def _mean(splits: Sequence[TimeSplit]) -> TimeSplit:
-    return TimeSplit(*map(fmean, zip(*splits, strict=True)))

@@ -22,6 +22,7 @@ from ..data.byte_tokenizer import BYTES, byte_tokenizer, byte_vocabulary
 from ..data.text import ENDS_OF_TEXT, NO_END_OF_TEXT, end_of_folder, token_ids
 from ..errors import ConfigError, UsageError
 from ..model.hugging_face import fields_of
+from ..model.presets import saved_name
 from ..model.spec import ModelSpec
 from ..train.resume import check_base
 
@@ -146,7 +147,5 @@ def load(source: Source, device: torch.device, dtype: torch.dtype, layer: str | 
     if source.checkpoint is not None:
         for name, parameter in layers.named_parameters():
             if parameter.requires_grad:
-                is_tied = name == "head.output.weight" and source.model.tied_embeddings
-                saved = MASTER + ("embedding.weight" if is_tied else name)
-                parameter.copy_(source.checkpoint[saved])
+                parameter.copy_(source.checkpoint[MASTER + saved_name(name, source.model.tied_embeddings)])
     return layers.requires_grad_(False).eval()

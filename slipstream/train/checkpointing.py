@@ -104,8 +104,7 @@ class Saver:
         corpus: Mapping[str, Any],
     ) -> None:
         """corpus: facts that identify the training data (see `corpus_facts`)."""
-        self._every = config.checkpoint.every_steps
-        self._at_end = config.checkpoint.at_end
+        self._settings = config.checkpoint
         facts = {
             "run": batch_facts(config, model),
             "config": asdict(config),
@@ -128,7 +127,8 @@ class Saver:
         done = report.step + 1
         is_asked = report.save and (self._asked_after is None or done - self._asked_after > self._steps_apart)
         self._asked_after = done if is_asked else self._asked_after
-        is_due = is_asked or (self._every > 0 and done % self._every == 0)
+        every = self._settings.every_steps
+        is_due = is_asked or (every > 0 and done % every == 0)
         if not report.busy and (is_due or self._is_owed):
             self._is_owed = False
             self.writer.save(done)
@@ -145,6 +145,6 @@ class Saver:
         Other processes may still be writing their parts.
         """
         self.writer.wait()
-        if (self._at_end or pipeline.was_stopped) and self.writer.latest != pipeline.num_updates:
+        if (self._settings.at_end or pipeline.was_stopped) and self.writer.latest != pipeline.num_updates:
             self.writer.save(pipeline.num_updates)
         self.writer.wait()

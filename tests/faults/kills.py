@@ -19,9 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slipstream.observe.status_file import read_status
-
-from .runs import Run, Shape, children, committed, differences, is_running, undisturbed, until
+from .runs import Run, Shape, children, committed, differences, is_running, read_status, undisturbed, until
 
 AIMS = {
     "anywhere": 4,

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from slipstream.observe.status_file import FOLDER_VARIABLE, read_status
+from slipstream.observe.status_file import FOLDER_VARIABLE
 
 COMPARED = ("step", "loss", "val_loss", "gradient_norms", "learning_rates", "skipped", "tokens")
 """Of a row of metrics.jsonl: what does not tell the time."""
@@ -146,6 +146,16 @@ class Run:
 
 
 # ---- processes
+
+
+def read_status(path: Path) -> tuple[int, str, str] | None:
+    """Returns the process id, the current activity, and the activity in the background. None means that there is no
+    valid file."""
+    try:
+        process, at, beside = path.read_text(encoding="utf-8").splitlines()
+        return int(process), at.strip(), beside.strip()
+    except (OSError, ValueError):
+        return None
 
 
 def until(is_so: Callable[[], bool], seconds: float, what: str, pause: float = 0.02) -> None:
