@@ -14,8 +14,7 @@ def find(field: str, name: str, known: Mapping[str, Any], remedy: str = "") -> A
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(".")
-    names = f"{', '.join(known)} or " if known else ""
-    remedy = remedy or f"use {names}the import path of your own, package.module.Name"
+    remedy = remedy or f"use {', '.join(known)} or the import path of your own, package.module.Name"
     if not module:
         raise ConfigError(f"{field} = {name!r} is unknown: {remedy}")
     try:

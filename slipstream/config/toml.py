@@ -93,12 +93,9 @@ def to_toml(config: Config) -> str:
     """Returns the configuration as TOML, from which `load_toml` reads the same configuration. Fields without a value
     are left out."""
     lines = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        for name, value in dataclasses.asdict(getattr(config, section.name)).items():
-            if value is not None:
-                lines.append(f"{name} = {literal(value)}")
-        lines.append("")
+    for section, values in dataclasses.asdict(config).items():
+        entries = [f"{name} = {literal(value)}" for name, value in values.items() if value is not None]
+        lines += [f"[{section}]", *entries, ""]
     return "\n".join(lines)
 
 
