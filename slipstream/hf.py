@@ -174,9 +174,8 @@ def read_model(source: str | Path, sequence_length: int | None = None) -> Huggin
         raise ValueError(f"{str(file)!r} is no JSON ({error}): give a config.json of transformers") from error
     config = _config_of(tree)
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    numbers = {name: value for name, value in tree.items() if isinstance(value, (int, float)) and value}
-    dropouts = [f"{name} = {value}" for name, value in numbers.items() if "drop" in name]
-    if dropouts:
+    rates = {name: value for name, value in tree.items() if "drop" in name and isinstance(value, (int, float))}
+    if dropouts := [f"{name} = {value}" for name, value in rates.items() if value]:
         raise ValueError(f"{str(file)!r} has {', '.join(dropouts)}: set it to 0, because a pipeline repeats no draws")
     _check_cut(json.dumps(tree), str(file))
     _probe(json.dumps(tree))  # here and not in a stage: it changes torch's default dtype, which all threads share

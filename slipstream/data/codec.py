@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .tokens import DataError
+from .tokens import DataError, optional
 
 
 class Codec:
@@ -48,7 +48,5 @@ def codec_of_corpus(tokenizer: str, tokenizer_json: bytes | None) -> Codec:
         return Codec(None)
     if tokenizer_json is None:
         raise DataError("evaluation.prompts needs the tokenizer, which data.sources does not tell: leave it out.")
-    try:
-        return Codec(tokenizer_json)
-    except ImportError:
-        raise DataError("evaluation.prompts needs the tokenizers library: pip install 'slipstream[text]'.") from None
+    optional("tokenizers", "text", "evaluation.prompts")
+    return Codec(tokenizer_json)

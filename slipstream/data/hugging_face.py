@@ -13,7 +13,7 @@ from typing import Any
 from ..config.files import expand_home
 from .parquet import check_column, rows_with_text
 from .text import HUB_PREFIX, Piece, Text
-from .tokens import DataError
+from .tokens import DataError, optional
 
 _BATCH_ROWS = 1024
 
@@ -23,12 +23,7 @@ def open_hub(source: str, config: str | None) -> Mapping[str, Any]:
 
     config: the name of a configuration (a subset) of the dataset. None means the only one that there is.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"sources names {source!r}, which needs the datasets library: pip install 'slipstream[datasets]'."
-        ) from None
+    datasets = optional("datasets", "datasets", f"sources names {source!r}, which")
     name = source.removeprefix(HUB_PREFIX)
     if not name:
         raise DataError(f"sources names {source!r}, which names no dataset: write hf:NAME, or hf: and a folder.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .text import Piece
-from .tokens import DataError
+from .tokens import DataError, optional
 
 _BATCH_ROWS = 1024
 
@@ -49,13 +49,9 @@ def rows_with_text(columns: Iterable[Any], source: str, text_field: str) -> Iter
 @contextmanager
 def _opened(path: Path, text_field: str) -> Iterator[Any]:
     """Opens a file whose column `text_field` holds text. Whatever pyarrow raises becomes a DataError."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(
-            f"sources names {str(path)!r}, which needs the pyarrow library: pip install 'slipstream[parquet]'."
-        ) from None
+    pyarrow = optional("pyarrow", "parquet", f"sources names {str(path)!r}, which")
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             check_column(str(path), file.schema_arrow, text_field)

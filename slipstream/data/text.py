@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from ..config.files import expand_home, read_plain_file
-from .tokens import DataError
+from .tokens import DataError, optional
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>")
 """Names of the token that ends a document, in the order in which they are looked up in a tokenizer."""
@@ -90,12 +90,7 @@ def load_tokenizer(tokenizer: str, section: str = "", end_of_text: str | None = 
             )
         end = 0 if end_of_text is None else None
         return Tokenizer("bytes", 256, end, lambda texts: [np.frombuffer(t.encode(), np.uint8) for t in texts])
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError(
-            f"{field} is {tokenizer!r}, which needs the tokenizers library: pip install 'slipstream[text]'."
-        ) from None
+    tokenizers = optional("tokenizers", "text", f"{field} is {tokenizer!r}, which")
     path = _download(tokenizer, field) if tokenizer.startswith(HUB_PREFIX) else expand_home(tokenizer)
     if path.is_dir():
         path /= "tokenizer.json"
@@ -323,8 +318,5 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
 def _decompressed(path: Path, file: BinaryIO) -> Iterable[bytes]:
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=file)
-    try:
-        import pyarrow
-    except ImportError:
-        raise DataError(f"{str(path)!r} needs the pyarrow library: pip install 'slipstream[parquet]'.") from None
+    pyarrow = optional("pyarrow", "parquet", repr(str(path)))
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))

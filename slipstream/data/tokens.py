@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,14 @@ from ..errors import UsageError
 
 class DataError(UsageError):
     """Raised for a mistake in the data or its settings, with one sentence: the field or file, its value, the remedy."""
+
+
+def optional(library: str, extra: str, whose: str) -> Any:
+    """Imports a library that an extra of this package installs. whose: what needs it, for the error message."""
+    try:
+        return import_module(library)
+    except ImportError:
+        raise DataError(f"{whose} needs the {library} library: pip install 'slipstream[{extra}]'.") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -263,15 +263,12 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int | None) -> None:
         name = saved_name(name, config.tied_embeddings)
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
-            continue
-        if name.endswith(".bias"):
+        elif name.endswith(".bias"):
             parameter.zero_()
-            continue
-        std = 0.02
-        if name.endswith(WRITE_TO_THE_RESIDUAL_STREAM):
-            std /= math.sqrt(2 * config.num_layers)
-        draw = torch.randn(parameter.shape, generator=generator(seed, name), dtype=torch.float32, device="cpu")
-        parameter.copy_(draw.mul_(std))
+        else:
+            std = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith(WRITE_TO_THE_RESIDUAL_STREAM) else 0.02
+            draw = torch.randn(parameter.shape, generator=generator(seed, name), dtype=torch.float32, device="cpu")
+            parameter.copy_(draw.mul_(std))
     for module in model.modules():
         if isinstance(module, Attention):
             module.reset_buffers()

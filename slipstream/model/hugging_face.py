@@ -78,9 +78,7 @@ def source_of(name: str, config: ModelConfig) -> Source:
 def config_json(config: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
     """Returns the content of config.json, for transformers 4 and 5. Raises ValueError for a decoder that no
     architecture there computes."""
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    if config.num_experts:
-        kind = "glm4_moe"
+    kind = "glm4_moe" if config.num_experts else "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     if config.qk_norm and config.qkv_bias:
         raise ValueError("model.qk_norm and model.qkv_bias together are in no architecture of transformers: export one")
     rope: dict[str, Any] = {"rope_type": "default"}
