@@ -55,20 +55,15 @@ class LaunchFacts:
     is_over: bool
     """Whether the run is already finished, so that nothing is left to do."""
 
-    def as_first(self, world: World) -> LaunchFacts:
-        """Returns the facts of the first process.
-
-        The environment of torchrun cannot be used for this, because every node counts its restarts separately.
-        """
-        return LaunchFacts(**json.loads(world.as_first("facts", json.dumps(asdict(self)))))
-
 
 def train_process(world: World, config: Config, facts: LaunchFacts, signals: SignalRequests | None = None) -> None:
     """Trains in one process (or thread) of a run, through all layouts of the run.
 
     signals: requests shared by all threads. None means that this process handles signals itself.
     """
-    facts, own = facts.as_first(world), configuration_text(config)
+    # The environment of torchrun could not tell these facts: every node counts its restarts separately.
+    facts = LaunchFacts(**json.loads(world.as_first("facts", json.dumps(asdict(facts)))))
+    own = configuration_text(config)
     if (message := difference(world.as_first("configuration", own), own, world.rank)) is not None:
         raise PipelineError(world.fail(message))
     if facts.is_over:
@@ -118,7 +113,8 @@ class Run:
         )
 
     def make_pipeline(self, phase: Phase) -> Pipeline:
-        config, start = phase.layout.applied(self.config), phase.take_start()
+        config, start = phase.layout.applied(self.config), phase.start
+        phase.start = None  # the phase must not keep its tensors alive
         assert phase.transport is not None, "an idle process has no pipeline"
         if config.train.device == "cpu" and config.pipeline.transport == "process":
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // phase.layout.size))

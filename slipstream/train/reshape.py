@@ -90,12 +90,6 @@ class Phase:
     """State after the last update in this layout, set by the caller. None means that the run is over, or that the
     process was idle."""
 
-    def take_start(self) -> StageState | None:
-        """Returns the state to start from, and drops the reference to it, so that the phase does not keep its tensors
-        alive."""
-        start, self.start = self.start, None
-        return start
-
 
 class Reshaping:
     """Leads one process of a run from layout to layout."""
