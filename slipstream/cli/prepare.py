@@ -70,20 +70,11 @@ def main(arguments: list[str]) -> None:
     try:
         with progress:
             shards = prepare(
-                given.sources,
-                given.tokenizer,
-                given.output,
-                given.shard_tokens,
-                given.validation_fraction,
-                lambda done, total: progress.update(task, completed=done, total=total),
-                text_field=given.text_field,
-                config=given.config,
-                split=given.split,
-                validation_split=given.validation_split,
-                max_tokens=given.max_tokens,
-                end_of_text=given.end_of_text,
-                overwrite=given.overwrite,
+                output_prefix=given.output,
+                progress=lambda done, total: progress.update(task, completed=done, total=total),
                 tell=lambda line: print(line, file=sys.stderr),
+                # All other options have the names of prepare's arguments.
+                **{name: value for name, value in vars(given).items() if name != "output"},
             )
     except OSError as error:
         raise UsageError(cannot_write(error, "output")) from error
