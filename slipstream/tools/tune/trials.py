@@ -132,16 +132,11 @@ def _try_batches(trial: Trial, laboratory: Laboratory, rate: float, loss: float,
     best, lowest = trial.batch, loss
     for factor, gain in ((0.5, GAIN), (2.0, 0.0)):
         while (sequences := round(best * factor)) >= fewest:
-            wanted = laboratory.affordable(
-                [Trunk(trial, rate * math.sqrt(sequences / trial.batch), sequences, is_late)]
-            )
-            if not wanted:
+            trunk = Trunk(trial, rate * math.sqrt(sequences / trial.batch), sequences, is_late)
+            records = laboratory.run(laboratory.affordable([trunk]))
+            if not records or records[0].middle_loss >= (1 - gain) * lowest:
                 break
-            (record,) = laboratory.run(wanted)
-            found = math.inf if record.losses[0] is None else record.losses[0]
-            if found >= (1 - gain) * lowest:
-                break
-            best, lowest = sequences, found
+            best, lowest = sequences, records[0].middle_loss
         if best != trial.batch:
             break
     return best

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -70,6 +70,12 @@ class Record:
             for steps, loss in zip(self.steps, self.losses, strict=True)
             if loss is not None
         ]
+
+    @property
+    def middle_loss(self) -> float:
+        """Returns the loss of the middle branch, or inf if it diverged."""
+        loss = self.losses[len(self.losses) // 2]
+        return math.inf if loss is None else loss
 
 
 Progress = Callable[[float], None]
@@ -132,24 +138,25 @@ class Laboratory:
         wanted = [replace(trunk, rate=float(f"{trunk.rate:.3g}")) for trunk in wanted]
         missing: dict[str, Trunk] = {}
         for trunk in wanted:
-            if trunk.id not in self.records and (path := self._path(trunk)).exists():
+            if trunk.id in self.records:
+                continue
+            if (path := self._folder / f"{trunk.id}.json").exists():
                 record = _read(path)
                 self._progress(record.flops)
                 self._keep(record)
-            elif trunk.id not in self.records:
+            else:
                 missing[trunk.id] = trunk
-        for record in map(self._run_here, missing.values()) if self._workers is None else self._run_there(missing):
+        for record in self._run(missing.values()):
             write_file(self._folder / f"{record.id}.json", [f"{json.dumps(asdict(record))}\n".encode()])
             self._keep(record)
         return [self.records[trunk.id] for trunk in wanted]
 
-    def _run_here(self, trunk: Trunk) -> Record:
-        return run(trunk, self._progress)
-
-    def _run_there(self, missing: Mapping[str, Trunk]) -> Iterator[Record]:
-        assert self._workers is not None
+    def _run(self, trunks: Iterable[Trunk]) -> Iterator[Record]:
+        if self._workers is None:
+            yield from (run(trunk, self._progress) for trunk in trunks)
+            return
         pool, messages = self._workers
-        running = {pool.submit(_work, trunk) for trunk in missing.values()}
+        running = {pool.submit(_work, trunk) for trunk in trunks}
         while running:
             finished, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             while not messages.empty():
@@ -162,9 +169,6 @@ class Laboratory:
                         "a worker died, perhaps for want of memory: start again with fewer --jobs; finished models are "
                         "kept"
                     ) from None
-
-    def _path(self, trunk: Trunk) -> Path:
-        return self._folder / f"{trunk.id}.json"
 
     def _keep(self, record: Record) -> None:
         self.records[record.id] = record
@@ -265,10 +269,18 @@ def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
 
     centred: list[Proxy] = []
     for proxy in proxies:
-        law = fitted(0) if centred else None
-        proxy = proxy if law is None else with_best_batch(proxy, law, is_late)
+        factors = RATES if centred else FIRST_RATES
+        if centred:
+            law = fitted(0)
+            batch = float(law.batch(proxy.size.parameters, proxy.middle_tokens, is_late))
+            proxy = proxy.with_batch(batch / proxy.model.sequence_length)
+            rate = _rate(law, proxy, proxy.batch)
+        else:
+            rate, batch = from_laws(proxy.config, proxy.size, proxy.middle_tokens)
+            rate *= math.sqrt(proxy.batch * proxy.model.sequence_length / batch)
         centred.append(proxy)
-        best = _best_rate(proxy, laboratory, law, is_late)
+        tried = try_rates(proxy, laboratory, [rate * factor for factor in factors], is_late)
+        best = min(tried, key=tried.__getitem__)
         exponents = (0.0, 1.0) if len(centred) < len(proxies) else (fitted(0).value("r_b"),)
         wanted = [
             Trunk(proxy, best * factor**exponent, round(proxy.batch * factor), is_late)
@@ -285,17 +297,16 @@ def explore(proxies: Sequence[Proxy], laboratory: Laboratory) -> Fit:
     wanted = []
     for (factor, share, late), proxy in product(finer, reversed(centred)):
         sequences = round(proxy.batch * factor)
-        tokens = sequences * proxy.model.sequence_length
-        rate = float(law.rate(proxy.size.parameters, proxy.middle_tokens, tokens))
-        wanted.append(Trunk(proxy, rate * share, sequences, late))
+        wanted.append(Trunk(proxy, _rate(law, proxy, sequences) * share, sequences, late))
     laboratory.run(laboratory.affordable(wanted))
     return fitted()
 
 
-def with_best_batch(proxy: Proxy, law: Fit, is_late: bool) -> Proxy:
-    """Returns the proxy with the batch around which the law of the sizes before expects the best one."""
-    length, n = proxy.model.sequence_length, proxy.size.parameters
-    return proxy.with_batch(float(law.batch(n, proxy.middle_tokens, is_late)) / length)
+def _rate(law: Fit, proxy: Proxy, sequences: int) -> float:
+    """Returns the rate that the law expects to be the best one at the middle length, with this many sequences in a
+    step."""
+    tokens = sequences * proxy.model.sequence_length
+    return float(law.rate(proxy.size.parameters, proxy.middle_tokens, tokens))
 
 
 def _extend_batches(proxy: Proxy, laboratory: Laboratory, fitted: Callable[[int], Fit], is_late: bool) -> None:
@@ -303,9 +314,9 @@ def _extend_batches(proxy: Proxy, laboratory: Laboratory, fitted: Callable[[int]
     for _ in range(MAX_EXTENSIONS):
         lowest: dict[int, float] = {}
         for record in laboratory.records.values():
-            loss = record.losses[len(record.losses) // 2]
-            if (record.parameters, record.is_late) == (proxy.size.parameters, is_late) and loss is not None:
-                lowest[record.batch] = min(loss, lowest.get(record.batch, math.inf))
+            is_own = (record.parameters, record.is_late) == (proxy.size.parameters, is_late)
+            if is_own and math.isfinite(record.middle_loss):
+                lowest[record.batch] = min(record.middle_loss, lowest.get(record.batch, math.inf))
         best = min(lowest, key=lowest.__getitem__)
         if best not in (min(lowest), max(lowest)):
             return
@@ -313,12 +324,9 @@ def _extend_batches(proxy: Proxy, laboratory: Laboratory, fitted: Callable[[int]
         sequences = 2 * sequences if best == max(lowest) else sequences // 2
         if not sequences or proxy.horizons(sequences)[0] < MIN_STEPS:
             return
-        tokens = sequences * proxy.model.sequence_length
-        rate = float(fitted(0).rate(proxy.size.parameters, proxy.middle_tokens, tokens))
-        wanted = laboratory.affordable([Trunk(proxy, rate, sequences, is_late)])
-        if not wanted:
+        trunk = Trunk(proxy, _rate(fitted(0), proxy, sequences), sequences, is_late)
+        if not laboratory.run(laboratory.affordable([trunk])):
             return
-        laboratory.run(wanted)
 
 
 def priors_for(proxies: Sequence[Proxy]) -> Callable[[Sequence[End]], list[Prior]]:
@@ -339,19 +347,6 @@ def priors_for(proxies: Sequence[Proxy]) -> Callable[[Sequence[End]], list[Prior
     return lambda ends: priors(ends, section.name in SPECTRAL, guess, gap, bytes_per_token)
 
 
-def _best_rate(proxy: Proxy, laboratory: Laboratory, fitted: Fit | None, is_late: bool) -> float:
-    """Runs the learning rates at the middle batch. Returns the best one at the middle length."""
-    batch = proxy.batch * proxy.model.sequence_length
-    if fitted is None:
-        rate, its_batch = from_laws(proxy.config, proxy.size, proxy.middle_tokens)
-        rates = [rate * math.sqrt(batch / its_batch) * factor for factor in FIRST_RATES]
-    else:
-        rate = float(fitted.rate(proxy.size.parameters, proxy.middle_tokens, batch))
-        rates = [rate * factor for factor in RATES]
-    tried = try_rates(proxy, laboratory, rates, is_late)
-    return min(tried, key=tried.__getitem__)
-
-
 def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_late: bool) -> dict[float, float]:
     """Runs learning rates at the middle batch, and further ones as long as the best is at an edge and the budget pays
     for it. Returns the loss of each at the middle length."""
@@ -359,8 +354,7 @@ def try_rates(proxy: Proxy, laboratory: Laboratory, rates: Sequence[float], is_l
 
     def run(rates: Sequence[float]) -> None:
         for record in laboratory.run([Trunk(proxy, rate, proxy.batch, is_late) for rate in rates]):
-            loss = record.losses[len(record.losses) // 2]
-            tried[record.rate] = math.inf if loss is None else loss
+            tried[record.rate] = record.middle_loss
 
     run(rates)
     for _ in range(MAX_EXTENSIONS):
