@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary
 from ..tools.tune.predict import predict
 from ..tools.tune.proxies import choose_proxies, planned_flops
 from ..tools.tune.trials import NUM_TRIALS, Trials, plan_trials, run_trials
-from ..tools.tune.trunks import Laboratory, Record, Workers, check_corpus, explore
+from ..tools.tune.trunks import Laboratory, Record, check_corpus, explore
 from ..train.build import corpus_vocab_size
 from ..transport.environment import under_torchrun
 from .config_arguments import config_of, parse_with_config, write_to
@@ -198,8 +199,7 @@ def _fit(
         f"proxies: {names}; {planned:.3g} FLOPs, {planned / flops:.2%} of the target's, and more rates as the budget "
         f"allows; finished ones are kept in {trunks}"
     )
-    with _bar(screen, "proxies", planned) as advance, _workers(jobs, config) as workers:
-        laboratory = Laboratory(trunks, budget * flops, advance, screen.print, workers)
+    with _laboratory("proxies", trunks, planned, budget * flops, jobs, config, screen) as laboratory:
         fit = explore(proxies, laboratory)
     return fit, list(laboratory.records.values())
 
@@ -211,22 +211,22 @@ def _try(
     allowed, (steps,) = NUM_TRIALS * trial.flops(trial.batch), trial.horizons(trial.batch)
     _make(folder)
     screen.print(f"trials: {steps:,} steps of the laws' batch each; finished ones are kept in {folder}")
-    with _bar(screen, "trials", allowed) as advance, _workers(jobs, config) as workers:
-        return run_trials(trial, config, Laboratory(folder, allowed, advance, screen.print, workers))
-
-
-def _workers(jobs: int, config: Config) -> AbstractContextManager[Workers | None]:
-    """Returns the processes that train small models; one is this process itself."""
-    return worker_pool(jobs, config.train.device == "cuda") if jobs > 1 else nullcontext()
+    with _laboratory("trials", folder, allowed, allowed, jobs, config, screen) as laboratory:
+        return run_trials(trial, config, laboratory)
 
 
 @contextmanager
-def _bar(screen: Screen, what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Shows how much of the planned FLOPs is done. Yields the function that adds to it."""
+def _laboratory(
+    what: str, folder: Path, planned: float, budget: float, jobs: int, config: Config, screen: Screen
+) -> Iterator[Laboratory]:
+    """Yields a laboratory, and shows how much of the planned FLOPs is done. A single job runs in this process."""
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda flops: progress.advance(task, flops)
+    with (
+        Progress(*columns, console=screen, disable=not screen.is_terminal) as progress,
+        worker_pool(jobs, config.train.device == "cuda") if jobs > 1 else nullcontext() as workers,
+    ):
+        advance = partial(progress.advance, progress.add_task(what, total=planned))
+        yield Laboratory(folder, budget, advance, screen.print, workers)
 
 
 def _fit_remarks(fit: Fit) -> list[str]:
@@ -312,10 +312,10 @@ def _write(tuning: Tuning, folder: Path, screen: Screen) -> None:
     }
 
     def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
-    _make(folder)
     write_to("output", folder, write)
     screen.print(f"\n{folder}: {', '.join(texts)}\n\n  slipstream train {folder / 'tuned.toml'}")
 

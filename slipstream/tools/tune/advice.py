@@ -154,21 +154,19 @@ def is_delayed(config: Config) -> bool:
 def law_rows(config: Config, size: Size, tokens: float) -> list[dict[str, Any]]:
     """Returns what every law says about the target. `rate` is that of AdamW, and `converted` that of the configured
     optimizer."""
-    rows = []
-    for law in LAWS:
-        rate = law.rate(size.parameters, tokens) if law.rate else None
-        row = {
+    return [
+        {
             "name": law.name,
             "source": law.source,
             "formula": law.formula,
             "fitted_on": law.fitted_on,
-            "rate": rate,
+            "rate": (rate := law.rate(size.parameters, tokens) if law.rate else None),
             "converted": None if rate is None else rate * rate_factor(config, size.dim),
             "batch": law.batch(size.parameters, tokens),
             "is_covered": law.covers(size.parameters),
         }
-        rows.append(row)
-    return rows
+        for law in LAWS
+    ]
 
 
 def remarks(config: Config, model: ModelSpec, size: Size, tokens: float, wanted_batch: float) -> list[str]:
