@@ -25,6 +25,7 @@ from ..tools.bench.slices import Gpu, sliced
 from ..tools.bench.turns import Outcome, Stopped, compete
 from ..tools.bench.workloads import HEAD_DIM, GpuSetting
 from ..transport.environment import under_torchrun
+from .config_arguments import write_to
 from .parse import parse
 
 MAX_STAGES = 32
@@ -85,7 +86,7 @@ def main(arguments: list[str]) -> None:
     folder = given.output or Path("runs") / f"bench-{started:%Y%m%d-%H%M%S}"
     setting = matrix[0].gpu
     with nullcontext() if setting is None else sliced(setting.share, given.clock) as gpu:
-        _make_folder(folder)
+        write_to("output", folder, lambda: _make_folder(folder))
         run_matrix(matrix, folder, with_memory=gpu is None and not given.quick, started=started, gpu=gpu)
 
 
@@ -161,13 +162,10 @@ def _num_rounds(given: BenchArguments) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "results.json").exists():
-            raise UsageError(f"output = {str(folder)!r} has results already: choose another folder")
-        (folder / "table.md").write_text("", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"output = {str(folder)!r} cannot be written ({error.strerror}): choose another") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "results.json").exists():
+        raise UsageError(f"output = {str(folder)!r} has results already: choose another folder")
+    (folder / "table.md").write_text("", encoding="utf-8")
 
 
 def run_matrix(

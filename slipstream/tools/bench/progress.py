@@ -4,6 +4,7 @@ contender time."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
@@ -21,11 +22,8 @@ class Bar:
         self._world = matrix[index]
         self._before = sum(map(total_seconds, matrix[:index]))
         self._total = sum(map(total_seconds, matrix))
-        self._drawn: tuple[Progress, TaskID] | None = None
 
     def __call__(self, turn: Turn | None) -> None:
-        if self._drawn is None:
-            self._drawn = self._start()
         progress, task = self._drawn
         if turn is None:
             progress.stop()
@@ -37,7 +35,8 @@ class Bar:
         words = f"{title(world)}, round {number + 1}/{world.num_rounds}: {contenders[index].name}"
         progress.update(task, completed=done, description=words, left=minutes(self._total - done), refresh=True)
 
-    def _start(self) -> tuple[Progress, TaskID]:
+    @cached_property
+    def _drawn(self) -> tuple[Progress, TaskID]:
         screen = Screen()
         progress = Progress(
             BarColumn(20),

@@ -36,8 +36,8 @@ REAL_DIM = 256
 """Width of the decoder of the real workload."""
 HEAD_DIM = 128
 """Dimension of a head of the decoder on GPUs."""
-NUM_GPU_MICROBATCHES = 8
-"""Number of different microbatches. They repeat in a cycle."""
+NUM_MICROBATCHES = 8
+"""Number of different microbatches of a decoder. They repeat in a cycle."""
 NUM_GPU_WARM_UP_STEPS = 3
 """Number of steps in which memory is reserved, kernels are selected and links are connected."""
 
@@ -245,16 +245,16 @@ def real(placement: Placement, unbalanced: bool = False) -> Workload:
     )
     model = decoder(config)
     initialise(model, config, seed=0)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (8, 1, SEQUENCE_LENGTH + 1), generator=generator)
+    data, optimizer = random_data(config, 1, torch.device("cpu")), partial(torch.optim.AdamW, lr=1e-4)
+    return Workload(model, layers_per_chunk(placement, blocks_of), data, next_token_loss, optimizer)
 
-    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        sequence = tokens[microbatch % len(tokens)]
-        return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
-    return Workload(
-        model, layers_per_chunk(placement, blocks_of), data, next_token_loss, partial(torch.optim.AdamW, lr=1e-4)
-    )
+def random_data(config: ModelConfig, batch: int, device: torch.device) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """Returns the data of a decoder: random tokens. batch: sequences in a microbatch."""
+    shape = (NUM_MICROBATCHES, batch, config.sequence_length + 1)
+    tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    pairs = [(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()) for sequences in tokens]
+    return lambda step, microbatch: pairs[microbatch % len(pairs)]
 
 
 def layers_per_chunk(placement: Placement, blocks_of: Sequence[int]) -> list[int]:
@@ -335,16 +335,12 @@ def on_gpu(
             else:
                 parameter.normal_(std=0.02, generator=generator)
 
-    generator = torch.Generator().manual_seed(0)
-    shape = (NUM_GPU_MICROBATCHES, setting.batch, setting.sequence_length + 1)
-    tokens = torch.randint(setting.vocabulary, shape, generator=generator).to(device)
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     groups = parameter_groups(Config(optimizer=OptimizerSection(newton_schulz_dtype="bfloat16")))
-    pairs = [(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()) for sequences in tokens]
     return Workload(
         model,
         layers_per_chunk(placement, [setting.blocks] * placement.num_processes),
-        lambda step, microbatch: pairs[microbatch % len(pairs)],
+        random_data(config, setting.batch, device),
         next_token_loss,
         groups if as_trained else optimizer,
         device,
