@@ -172,11 +172,8 @@ def doubts(row: Row) -> list[str]:
 def _cells(world: World, row: Row, yardstick: float | None) -> list[tuple[str, str]]:
     """Returns name and text of every cell of a row. yardstick: speed of the contender to compare with."""
     is_emulated, is_gpu = world.workload == "emulated", world.gpu is not None
-    cells = [("contender", row.name)]
-    if is_emulated:
-        cells.append(("microbatches/s", _number(row.per_second, ".1f")))
-    else:
-        cells.append(("tokens/s", _number(row.per_second, ",.0f")))
+    unit, form = ("microbatches", ".1f") if is_emulated else ("tokens", ",.0f")
+    cells = [("contender", row.name), (f"{unit}/s", _number(row.per_second, form))]
     cells += _spread_cells("step, ms", row.step_seconds, ".1f", 1000)
     if is_gpu:
         ratio = row.per_second / yardstick if row.per_second and yardstick else None

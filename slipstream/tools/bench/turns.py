@@ -7,9 +7,7 @@ stage 0 keeps a log file of all turns that have started and ended, and the file 
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
-import json
 import os
 import pickle
 import platform
@@ -18,7 +16,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,25 +102,23 @@ def compete(
     failures = [""] * len(world.contenders)
     interrupt: BaseException | None = None
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
+        log = Path(folder) / "log"
         while todo:
-            log.write_text("", encoding="utf-8")
+            log.write_bytes(b"")
             failure = unfinished = None
             try:
                 failure = _launch(partial(_take_turns, world=world, todo=todo, log=log, on_turn=on_turn), world)
             except (KeyboardInterrupt, SystemExit) as stop:
                 interrupt = stop
-            for line in log.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
-                number, index = entry["turn"]
-                if "round" in entry:
-                    rounds[index].append(_round_from(entry["round"]))
-                elif "refusal" in entry:
-                    failures[index] = entry["refusal"]
-                else:
-                    unfinished = index
+            for turn, result in _entries(log):
+                if result is None:
+                    unfinished = turn[1]
                     continue
-                todo.remove((number, index))
+                if isinstance(result, Round):
+                    rounds[turn[1]].append(result)
+                else:
+                    failures[turn[1]] = result
+                todo.remove(turn)
                 unfinished = None
             if failure is None:
                 break
@@ -158,10 +154,11 @@ def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
     return None
 
 
-def _round_from(values: dict[str, Any]) -> Round:
-    costs = tuple(StageCosts(**costs) for costs in values["costs"])
-    exchange = None if values["exchange"] is None else tuple(values["exchange"])
-    return Round(**{**values, "costs": costs, "exchange": exchange, "order": tuple(values["order"])})
+def _entries(log: Path) -> Iterator[tuple[Turn, Round | str | None]]:
+    """Yields, for every turn, None where it starts, and its round or the reason of its refusal where it ends."""
+    with log.open("rb") as file, suppress(EOFError):
+        while True:
+            yield pickle.load(file)
 
 
 # ---- on a stage
@@ -225,10 +222,10 @@ def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn]
     is_first = transport.stage == 0
     refused: set[int] = set()
 
-    def write(turn: Turn, **entry: object) -> None:
+    def write(turn: Turn, result: Round | str | None) -> None:
         if is_first:
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"turn": turn, **entry}) + "\n")
+            with log.open("ab") as file:
+                pickle.dump((turn, result), file)
 
     for turn in todo:
         contender = world.contenders[turn[1]]
@@ -236,14 +233,14 @@ def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn]
             continue
         if is_first:
             on_turn(turn)
-        write(turn)
+        write(turn, None)
         meet(transport)
         try:
             with nullcontext() if world.gpu is None else _turn_deadline(transport, contender.name):
                 own = run(contender, world, transport, world.num_steps)
         except Refused as refusal:
             refused.add(turn[1])
-            write(turn, refusal=str(refusal))
+            write(turn, str(refusal))
             continue
         parts = gather_objects(transport, pickle.dumps(own), lambda: "what the other stages measured")
         stages: list[StageRun] = [pickle.loads(part) for part in parts]
@@ -256,6 +253,6 @@ def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn]
             memory_bytes=max((s.memory_bytes for s in stages if s.memory_bytes is not None), default=None),
             order=stages[0].order,
         )
-        write(turn, round=dataclasses.asdict(result))
+        write(turn, result)
     if is_first:
         on_turn(None)

@@ -11,7 +11,7 @@ import torch
 
 from ...config.files import read_plain_file
 from ...config.schema import Config
-from ...errors import ConfigError, UsageError
+from ...errors import ConfigError, UsageError, in_one_line
 from ...model.spec import ModelSpec
 from ...train.build import build_components
 from ..study.delayed import DelayedRun
@@ -33,9 +33,8 @@ def read_laws(path: Path, config: Config) -> tuple[Fit, list[Record]]:
     except OSError as error:
         raise UsageError(f"laws = {str(path)!r} cannot be read ({error.strerror}): name a tune.json") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"laws = {str(path)!r} is no whole tune.json ({reason}): name one of slipstream tune"
+            f"laws = {str(path)!r} is no whole tune.json ({in_one_line(error)}): name one of slipstream tune"
         ) from error
     if fit is None:
         raise UsageError(f"laws = {str(path)!r} is of a tuning without --budget and has none: make one with --budget")
