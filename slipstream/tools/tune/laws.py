@@ -61,14 +61,11 @@ POWER_LINES = Law(
 LAWS = (STEP_LAW, DEEPSEEK, POWER_LINES)
 
 
-def decay_timescale(parameters: float, tokens: float) -> float:
-    """Returns tau of Power Lines: over which share of the run the weights average their updates."""
-    return 1.084 * (tokens / parameters) ** -0.527
-
-
 def weight_decay(parameters: float, tokens: float, batch: float, rate: float) -> float:
-    """Returns the weight decay that gives tau = batch / (rate x decay x tokens) its best value."""
-    return batch / (rate * decay_timescale(parameters, tokens) * tokens)
+    """Returns the weight decay that gives tau = batch / (rate x decay x tokens) its best value by Power Lines. tau is
+    the share of the run over which the weights average their updates."""
+    best_tau = 1.084 * (tokens / parameters) ** -0.527
+    return batch / (rate * best_tau * tokens)
 
 
 # ---- the delay, by our own measurements

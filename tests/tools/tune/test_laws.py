@@ -20,7 +20,7 @@ from slipstream.tools.tune.advice import (
     with_batch,
     with_rate,
 )
-from slipstream.tools.tune.laws import DEEPSEEK, POWER_LINES, STEP_LAW, decay_timescale, measured_gap, weight_decay
+from slipstream.tools.tune.laws import DEEPSEEK, POWER_LINES, STEP_LAW, measured_gap, weight_decay
 
 
 def close(value: float, expected: float) -> bool:
@@ -35,12 +35,11 @@ def test_the_laws_at_a_billion_parameters_and_twenty_billion_tokens():
     assert close(DEEPSEEK.rate(n, d), 10 ** (-0.50612 - 0.125 * 20.07918))
     assert close(DEEPSEEK.batch(n, d), 10 ** (-0.53462 + 0.3271 * 20.07918))
     assert close(POWER_LINES.batch(n, d), 10 ** (3.31133 - 1.51428 + 0.383 * 10.30103))
-    assert close(decay_timescale(n, d), 1.084 / 20**0.527)
 
 
 def test_weight_decay_gives_the_timescale_of_power_lines():
     wd = weight_decay(1e9, 2e10, 5e5, 1e-3)
-    assert close(5e5 / (1e-3 * wd * 2e10), decay_timescale(1e9, 2e10))
+    assert close(5e5 / (1e-3 * wd * 2e10), 1.084 / 20**0.527)
 
 
 def test_the_gap_is_the_line_through_what_was_measured():
