@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -166,7 +166,8 @@ def _open(stack: ExitStack, share: int | None, clock_mhz: int | None) -> Gpu:
         folder = Path(tempfile.mkdtemp(prefix="mps-"))
         gpu = Gpu(folder, ["-i", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"])
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.callback(_restore_environment, dict(os.environ))
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)  # the last callback is called first
         os.environ.update(_environment(folder, share))
         stack.callback(gpu.stop)
         gpu.start()
@@ -191,11 +192,6 @@ def _environment(folder: Path, share: int) -> dict[str, str]:
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share),
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS),
     }
-
-
-def _restore_environment(before: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def _is_service(pid: int) -> bool:
