@@ -163,17 +163,26 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class StageRun:
-    """Measurements of one run of a contender on one stage."""
+class Round:
+    """Measurements of one run of a contender, on one stage or over all stages."""
 
     seconds_per_step: float
-    costs: StageCosts | None = None
+    """Time of a step, on the slowest stage."""
+    costs: tuple[StageCosts, ...] = ()
+    """Costs of every stage. Empty for contenders that are not slipstream's."""
+    message_seconds: float = 0.0
+    """Time of a message from one stage to the next, including injected latency. A ping at the start of the world
+    measures it."""
+    exchange: tuple[float, float] | None = None
+    """Time of a message of torch's over NCCL, and of two in opposite directions at once (`links.exchange_seconds`).
+    None for contenders that are not torch's, and without a GPU."""
     facts: dict[str, float] = field(default_factory=dict)
     """Further measurements. ideal_step is the step time of torch's own order of actions, in units of one process's work
     on one microbatch. peak_in_flight, only of slipstream, is the largest number of microbatches between their forward
-    and their backward."""
+    and their backward. Both are those of the first stage. mean_stage_seconds is the mean of the step time over all
+    stages."""
     memory_bytes: int | None = None
-    """Peak of the allocated memory. None means that the device is no GPU."""
+    """Peak of the allocated memory of a process, the largest of all. None means that the device is no GPU."""
     order: tuple[str, ...] = ()
     """torch's own actions in a step, with its sends and receives: one text for each process. Empty where torch keeps no
     such list."""
@@ -194,7 +203,7 @@ def seconds_per_step(ends: Sequence[float], schedule: str = "") -> float:
     return (steady[-1] - steady[0]) / (len(steady) - 1) if len(steady) > 1 else math.nan
 
 
-def run(contender: Contender, world: World, transport: Transport, num_steps: int) -> StageRun:
+def run(contender: Contender, world: World, transport: Transport, num_steps: int) -> Round:
     """Runs one stage of one run of a contender. Raises Refused on every stage if the schedule cannot run."""
     is_cuda = transport.device.type == "cuda"
     if is_cuda:
@@ -214,7 +223,7 @@ def run(contender: Contender, world: World, transport: Transport, num_steps: int
     return replace(measured, memory_bytes=torch.cuda.max_memory_allocated()) if is_cuda else measured
 
 
-def _run_slipstream(contender: Contender, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+def _run_slipstream(contender: Contender, workload: Workload, transport: Transport, num_steps: int) -> Round:
     try:
         plan = contender.plan(transport.num_stages, num_steps)
     except ScheduleError as error:
@@ -242,10 +251,10 @@ def _run_slipstream(contender: Contender, workload: Workload, transport: Transpo
     if workload.device.type == "cuda":  # the host runs ahead of the device
         ends = _ends_on_device(clock.spans, contender.num_microbatches)
     num_steady = plan.num_steps - (0 if plan.traits.flushes else 2)
-    return StageRun(
+    return Round(
         seconds_per_step(ends[num_warm_up:], contender.schedule),
-        costs_of(clock, contender.num_microbatches, num_warm_up, num_steady),
-        {"peak_in_flight": float(pipeline.peak_in_flight)},
+        (costs_of(clock, contender.num_microbatches, num_warm_up, num_steady),),
+        facts={"peak_in_flight": float(pipeline.peak_in_flight)},
     )
 
 
@@ -290,7 +299,7 @@ def costs_of(clock: Clock, num_microbatches: int, num_warm_up: int, num_steady: 
 
 def _run_torch(
     contender: Contender, world: World, workload: Workload, transport: ProcessTransport, num_steps: int
-) -> StageRun:
+) -> Round:
     placement = contender.placement(world.num_stages)
     indices = placement.chunks(transport.stage)
     modules = [workload.chunk(index) for index in indices]
@@ -324,7 +333,7 @@ def _run_torch(
     order = getattr(schedule, "pipeline_order", None) if placement.shape != "single" else None
     ideal_step = replayed_step_time(order, placement, world.work) if order else None
     with_messages = getattr(schedule, "pipeline_order_with_comms", {})
-    return StageRun(
+    return Round(
         seconds,
         facts={} if ideal_step is None else {"ideal_step": ideal_step},
         order=tuple(" ".join(map(str, with_messages[process])) for process in sorted(with_messages)),
@@ -341,7 +350,7 @@ def nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
     return dist.new_group(backend="nccl", timeout=FOREVER, pg_options=options)
 
 
-def _run_bare(contender: Contender, world: World, workload: Workload, transport: Transport, num_steps: int) -> StageRun:
+def _run_bare(contender: Contender, world: World, workload: Workload, transport: Transport, num_steps: int) -> Round:
     """Runs the same work without a pipeline: every process runs its own layers alone and sends no messages."""
     module = workload.chunk(transport.stage)
     inputs, targets = workload.data(0, 0)
@@ -358,7 +367,7 @@ def _run_bare(contender: Contender, world: World, workload: Workload, transport:
             else:
                 outputs.backward(torch.ones_like(outputs))
 
-    return StageRun(_time_steps(train, workload, num_steps))
+    return Round(_time_steps(train, workload, num_steps))
 
 
 def _time_steps(train: Callable[[int], None], workload: Workload, num_steps: int) -> float:

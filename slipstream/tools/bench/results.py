@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .contenders import TYING, World
+from .contenders import TYING, Round, World
 from .matrix import title
 from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
-from .turns import Outcome, Round
+from .turns import Outcome
 
 YARDSTICK = "torch 1F1B"
 """The contender to which the speed of all others is compared on GPUs."""

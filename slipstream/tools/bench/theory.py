@@ -8,8 +8,7 @@ from statistics import fmean
 
 from ...schedule import Op, ScheduleError
 from ...schedule.simulate import Costs, min_steady_steps, simulate
-from .contenders import Contender, StageCosts, World, seconds_per_step
-from .turns import Round
+from .contenders import Contender, Round, StageCosts, World, seconds_per_step
 from .workloads import BACKWARD_SECONDS, FORWARD_SECONDS
 
 SAME_AS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "one_f_one_b"}

@@ -17,7 +17,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ...errors import RunFailure, StageFailure
 from ...transport.base import Transport, gather_objects
 from ...transport.launch import launch
 from ...transport.process import ProcessTransport
-from .contenders import Contender, Refused, StageCosts, StageRun, World, nccl_group, run
+from .contenders import Contender, Refused, Round, World, nccl_group, run
 from .links import delay_links, exchange_seconds, message_seconds
 from .workloads import sleep_precisely
 
@@ -38,27 +38,6 @@ does not always detect that it hangs."""
 LAST_RESORT_SECONDS = 15.0
 """Additional time after which a process ends itself without a message, if it could not report the timeout."""
 MAX_REASON_LENGTH = 400
-
-
-@dataclass(frozen=True)
-class Round:
-    """Measurements of one run of a contender, over all stages."""
-
-    seconds_per_step: float
-    """Time of a step on the slowest stage."""
-    costs: tuple[StageCosts, ...] = ()
-    """Costs of every stage. Empty for contenders that are not slipstream's."""
-    message_seconds: float = 0.0
-    """Time of a message from one stage to the next, including injected latency. A ping at the start of the world
-    measures it."""
-    exchange: tuple[float, float] | None = None
-    """Time of a message of torch's over NCCL, and of two in opposite directions at once (`links.exchange_seconds`).
-    None for contenders that are not torch's, and without a GPU."""
-    facts: dict[str, float] = field(default_factory=dict)
-    memory_bytes: int | None = None
-    """Largest allocated memory of a process. None means that there is no GPU."""
-    order: tuple[str, ...] = ()
-    """Actions of torch's schedule (`StageRun.order`)."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +121,7 @@ def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
     if world.gpu is not None:  # a spawned process inherits the environment but no CUDA state
         options = {"device": "cuda", "share_gpu": world.gpu.share is not None, "start_method": "spawn"}
     try:
-        launch(
-            worker,
-            world.num_stages,
-            timeout_seconds=TIMEOUT_SECONDS,
-            shared_memory=world.shared_memory,
-            **options,
-        )
+        launch(worker, world.num_stages, timeout_seconds=TIMEOUT_SECONDS, shared_memory=world.shared_memory, **options)
     except StageFailure as failure:
         return textwrap.shorten(str(failure), MAX_REASON_LENGTH)
     return None
@@ -243,10 +216,10 @@ def _take_settled_turns(transport: Transport, world: World, todo: Sequence[Turn]
             write(turn, str(refusal))
             continue
         parts = gather_objects(transport, pickle.dumps(own), lambda: "what the other stages measured")
-        stages: list[StageRun] = [pickle.loads(part) for part in parts]
+        stages: list[Round] = [pickle.loads(part) for part in parts]
         result = Round(
             seconds_per_step=max(stage.seconds_per_step for stage in stages),
-            costs=tuple(stage.costs for stage in stages if stage.costs is not None),
+            costs=tuple(costs for stage in stages for costs in stage.costs),
             message_seconds=ping if contender.engine == "slipstream" else 0.0,
             exchange=exchange if contender.engine == "torch" else None,
             facts=stages[0].facts | {"mean_stage_seconds": statistics.fmean(s.seconds_per_step for s in stages)},

@@ -16,12 +16,12 @@ from slipstream.errors import UsageError
 from slipstream.pipeline.clock import Activity, Span
 from slipstream.schedule import Action, Op
 from slipstream.tools.bench import matrix, turns
-from slipstream.tools.bench.contenders import TORCH_SHAPES, World, _ends_on_device
+from slipstream.tools.bench.contenders import TORCH_SHAPES, Round, World, _ends_on_device
 from slipstream.tools.bench.figure import draw
 from slipstream.tools.bench.matrix import AS_TRAINED, gpu_worlds
 from slipstream.tools.bench.results import Spread, Table, document, markdown, notes_of, rows_of
 from slipstream.tools.bench.slices import Gpu
-from slipstream.tools.bench.turns import Outcome, Round
+from slipstream.tools.bench.turns import Outcome
 from slipstream.tools.bench.workloads import GpuSetting, Placement, on_gpu
 
 TINY = ["--dim", "128", "--blocks", "2", "--sequence-length", "16", "--batch", "2", "--vocabulary", "32"]

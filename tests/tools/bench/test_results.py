@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.tools.bench.contenders import BARE_LOOP, Contender, StageCosts, World
+from slipstream.tools.bench.contenders import BARE_LOOP, Contender, Round, StageCosts, World
 from slipstream.tools.bench.results import Row, Spread, Table, document, doubts, markdown, prediction_errors, rows_of
-from slipstream.tools.bench.turns import Outcome, Round
+from slipstream.tools.bench.turns import Outcome
 
 BARE, OURS, THEIRS = (
     Contender(BARE_LOOP, 2),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.tools.bench.contenders import Contender, StageCosts, World
+from slipstream.tools.bench.contenders import Contender, Round, StageCosts, World
 from slipstream.tools.bench.theory import ideal_utilisation, nominal_seconds, predicted_seconds
-from slipstream.tools.bench.turns import Round
 from slipstream.tools.bench.workloads import work_of
 
 

@@ -12,7 +12,7 @@ from harness import forks
 
 from slipstream import launch
 from slipstream.errors import RunFailure, StageFailure
-from slipstream.tools.bench.contenders import Contender, Refused, StageRun, World
+from slipstream.tools.bench.contenders import Contender, Refused, Round, World
 from slipstream.tools.bench.links import delay_links, message_seconds
 from slipstream.tools.bench.turns import Stopped, _turn_deadline, compete
 
@@ -27,7 +27,7 @@ def fake_run(contender, world, transport, num_steps):
         raise RuntimeError("no such luck")
     if contender.name == "refuses":
         raise Refused("not with two")
-    return StageRun(1.0 + transport.stage)
+    return Round(1.0 + transport.stage)
 
 
 def test_a_contender_that_fails_is_left_behind_and_the_others_get_all_their_rounds(monkeypatch):
