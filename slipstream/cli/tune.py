@@ -21,18 +21,9 @@ from ..config.toml import to_toml
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
+from ..tools.plan.budget import TOKENS_PER_PARAMETER
 from ..tools.study.workers import default_jobs, worker_pool
-from ..tools.tune.advice import (
-    TOKENS_PER_PARAMETER,
-    Size,
-    batch_of,
-    gap_remark,
-    is_delayed,
-    law_rows,
-    level_0,
-    with_batch,
-    with_rate,
-)
+from ..tools.tune.advice import Size, batch_of, gap_remark, is_delayed, law_rows, level_0, with_batch, with_rate
 from ..tools.tune.continued import check_reach, read_laws, tokens_before
 from ..tools.tune.fit import POOR, Fit
 from ..tools.tune.page import Tuning, advice_on_synchronous, page, summary

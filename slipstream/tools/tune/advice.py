@@ -21,7 +21,6 @@ from ...errors import ConfigError
 from ...model.spec import ModelSpec
 from .laws import GAPS, GAPS_SOURCE, LAWS, STEP_LAW, STEP_LAW_TOKENS, UNKNOWN, measured_gap, weight_decay
 
-TOKENS_PER_PARAMETER = 20
 WARMUP_SHARE, MAX_WARMUP_STEPS = 0.05, 1000
 DECAY_SHARE = 0.2
 """Share of the steps at the end in which the rate falls, as in Hägele et al. (arXiv:2405.18392)."""
