@@ -129,7 +129,7 @@ def _launch(worker: Callable[[Transport], None], world: World) -> str | None:
 
 def _entries(log: Path) -> Iterator[tuple[Turn, Round | str | None]]:
     """Yields, for every turn, None where it starts, and its round or the reason of its refusal where it ends."""
-    with log.open("rb") as file, suppress(EOFError):
+    with log.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):  # the writer was killed
         while True:
             yield pickle.load(file)
 
