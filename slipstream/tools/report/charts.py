@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,66 +20,86 @@ NO_ALIGNMENT = "Not recorded: the run has train.track_alignment = false, or fewe
 
 def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     """Returns the charts of every tab, in order."""
-    loss = _chart("Loss", "nats per token", _loss_lines(runs), "No loss has been recorded yet.")
+
+    def groups(key: str) -> list[dict[str, Any]]:
+        return _lines(runs, lambda run: run.metrics.group(key))
+
+    loss = _chart("Loss", _loss_lines(runs), "No loss has been recorded yet.", unit="nats per token")
+    speed = _lines(runs, lambda run: {f"over {THROUGHPUT_STEPS} steps": throughput(run)})
+    is_alone = len(runs) == 1
+    busy, waiting = "Utilisation since the pipeline filled", "Waiting, share of each step's time"
     return {
         "overview": [loss],
         "training": [
             loss,
-            _chart("Learning rate", "", _group_lines(runs, "learning_rates"), NONE, zero=True),
-            _chart("Gradient norm before clipping", "", _group_lines(runs, "gradient_norms"), NONE, zero=True),
-            _chart(
-                "Cosine of an update and what was expected of it",
-                "",
-                _group_lines(runs, "update_cosines"),
-                NO_ALIGNMENT,
-            ),
+            _chart("Learning rate", groups("learning_rates"), zero=True),
+            _chart("Gradient norm before clipping", groups("gradient_norms"), zero=True),
+            _chart("Cosine of an update and what was expected of it", groups("update_cosines"), NO_ALIGNMENT),
             _chart(
                 "Error feedback that would have fitted best",
-                "coefficient",
-                _group_lines(runs, "best_error_feedback"),
+                groups("best_error_feedback"),
                 NO_ALIGNMENT,
+                unit="coefficient",
             ),
-            _chart("Throughput", "tokens/s", _throughput_lines(runs), NONE, zero=True),
+            _chart("Throughput", speed, unit="tokens/s", zero=True),
         ],
         "pipeline": [
-            *([_mean_utilisation(runs)] if len(runs) > 1 else []),
-            *(_utilisation(runs, index) for index in range(len(runs))),
-            *(_waiting(runs, index) for index, run in enumerate(runs) if seconds_by_stage(run)),
+            *([] if is_alone else [_chart(f"{busy}, mean over stages", _lines(runs, _mean_utilisation), percent=True)]),
+            *(_by_stage(runs, index, busy, _utilisation(run, is_alone)) for index, run in enumerate(runs)),
+            *(
+                _by_stage(runs, index, waiting, shares, zero=True)
+                for index, run in enumerate(runs)
+                if (shares := _waiting(run))
+            ),
         ],
     }
 
 
 def _chart(
-    title: str, unit: str, lines: list[dict[str, Any]], missing: str, zero: bool = False, percent: bool = False
+    title: str,
+    lines: list[dict[str, Any]],
+    missing: str = NONE,
+    *,
+    unit: str = "",
+    zero: bool = False,
+    percent: bool = False,
 ) -> dict[str, Any]:
     """Returns a chart. zero: whether the axis begins at 0. missing: the text to show if there is nothing to draw."""
     drawn = [line for line in lines if any(value is not None for value in line["y"])]
     return {"title": title, "unit": unit, "series": drawn, "missing": missing, "zero": zero, "percent": percent}
 
 
-def _label(runs: Sequence[Run], run: Run, name: str) -> str:
-    return name if len(runs) == 1 else f"{run.name}, {name}"
+def _prefix(runs: Sequence[Run], run: Run) -> str:
+    """Returns how the names of a run's lines begin in a chart of all runs."""
+    return "" if len(runs) == 1 else f"{run.name}, "
+
+
+def _lines(runs: Sequence[Run], columns_of: Callable[[Run], Mapping[str, Column]]) -> list[dict[str, Any]]:
+    """Returns a line for each of the named columns of every run."""
+    return [
+        line for index, run in enumerate(runs) for line in _lines_of(run, index, columns_of(run), _prefix(runs, run))
+    ]
+
+
+def _lines_of(run: Run, index: int, columns: Mapping[str, Column], before: str = "") -> list[dict[str, Any]]:
+    return [
+        series(f"{before}{name}", index, run.metrics.steps, column, variant)
+        for variant, (name, column) in enumerate(columns.items())
+    ]
 
 
 def _loss_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     lines = []
     for index, run in enumerate(runs):
-        metrics = run.metrics
-        lines.append(series(_label(runs, run, "training"), index, metrics.steps, metrics.column("loss")))
+        metrics, before = run.metrics, _prefix(runs, run)
+        lines.append(series(f"{before}training", index, metrics.steps, metrics.column("loss")))
         steps, losses = metrics.validation_steps, metrics.validation_losses
         held_out = {"held out": losses} | {f"held out, {name}": part for name, part in metrics.validation_parts.items()}
         lines += [
-            series(_label(runs, run, name), index, steps, column, variant, marks=len(steps) <= MAX_MARKS)
+            series(f"{before}{name}", index, steps, column, variant, marks=len(steps) <= MAX_MARKS)
             for variant, (name, column) in enumerate(held_out.items(), 1)
         ]
     return lines
-
-
-def _throughput_lines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    name = f"over {THROUGHPUT_STEPS} steps"
-    return [
-        series(_label(runs, run, name), index, run.metrics.steps, throughput(run)) for index, run in enumerate(runs)
-    ]
 
 
 def throughput(run: Run) -> Column:
@@ -96,26 +116,15 @@ def throughput(run: Run) -> Column:
     return rate
 
 
-def _group_lines(runs: Sequence[Run], key: str) -> list[dict[str, Any]]:
-    """Returns a line for every parameter group of every run."""
-    return [
-        series(_label(runs, run, name), index, run.metrics.steps, column, variant)
-        for index, run in enumerate(runs)
-        for variant, (name, column) in enumerate(run.metrics.group(key).items())
-    ]
-
-
 # ---- by stage: with several runs each run has its own chart, because their stages differ
 
 
-def _mean_utilisation(runs: Sequence[Run]) -> dict[str, Any]:
-    lines = []
-    for index, run in enumerate(runs):
-        columns = list(run.metrics.group("utilisations").values())
-        if columns:
-            lines.append(series(_label(runs, run, "measured"), index, run.metrics.steps, _known_mean(columns)))
-        lines.append(_expected(run, index, _label(runs, run, "expected"), variant=1))
-    return _chart("Utilisation since the pipeline filled, mean over stages", "", lines, NONE, percent=True)
+def _mean_utilisation(run: Run) -> dict[str, Column]:
+    """Returns the measured utilisation, and the one that the schedule allows with the costs measured up to each
+    step."""
+    columns = list(run.metrics.group("utilisations").values())
+    measured = _known_mean(columns) if columns else run.metrics.column("utilisations")
+    return {"measured": measured, "expected": run.metrics.column("expected_utilisation")}
 
 
 def _known_mean(columns: Sequence[Column]) -> Column:
@@ -126,36 +135,25 @@ def _known_mean(columns: Sequence[Column]) -> Column:
     return mean
 
 
-def _expected(run: Run, index: int, name: str, variant: int) -> dict[str, Any]:
-    """Returns the line of the utilisation that the schedule allows with the costs measured up to each step."""
-    return series(name, index, run.metrics.steps, run.metrics.column("expected_utilisation"), variant)
+def _utilisation(run: Run, with_expected: bool) -> dict[str, Column]:
+    columns = {f"stage {stage}": column for stage, column in run.metrics.group("utilisations").items()}
+    expected = {"expected, mean over stages": run.metrics.column("expected_utilisation")}
+    return columns | (expected if with_expected else {})
 
 
-def _utilisation(runs: Sequence[Run], index: int) -> dict[str, Any]:
+def _waiting(run: Run) -> dict[str, Column]:
+    shares = {}
+    for stage, parts in enumerate(seconds_by_stage(run)):
+        total = sum(parts.values())
+        waited = sum(column for name, column in parts.items() if name.startswith("wait"))
+        shares[f"stage {stage}"] = np.divide(waited, total, out=np.full_like(total, np.nan), where=total > 0)
+    return shares
+
+
+def _by_stage(
+    runs: Sequence[Run], index: int, title: str, columns: Mapping[str, Column], zero: bool = False
+) -> dict[str, Any]:
     run = runs[index]
-    columns = list(run.metrics.group("utilisations").values())
-    lines = _stage_lines(run, index, columns)
-    if len(runs) == 1:
-        lines.append(_expected(run, index, "expected, mean over stages", len(columns)))
-    title = _title(runs, run, "Utilisation since the pipeline filled")
-    return _chart(title, "", lines, NONE, percent=True) | {"byStage": True}
-
-
-def _waiting(runs: Sequence[Run], index: int) -> dict[str, Any]:
-    run, shares = runs[index], []
-    for parts in seconds_by_stage(run):
-        total = np.sum(list(parts.values()), axis=0)
-        waits = [column for name, column in parts.items() if name.startswith("wait")]
-        waited = np.sum(waits, axis=0) if waits else np.zeros_like(total)
-        shares.append(np.divide(waited, total, out=np.full_like(total, np.nan), where=total > 0))
-    lines = _stage_lines(run, index, shares)
-    title = _title(runs, run, "Waiting, share of each step's time")
-    return _chart(title, "", lines, NONE, zero=True, percent=True) | {"byStage": True}
-
-
-def _stage_lines(run: Run, index: int, columns: Sequence[Column]) -> list[dict[str, Any]]:
-    return [series(f"stage {stage}", index, run.metrics.steps, column, stage) for stage, column in enumerate(columns)]
-
-
-def _title(runs: Sequence[Run], run: Run, title: str) -> str:
-    return title if len(runs) == 1 else f"{run.name}: {title[0].lower()}{title[1:]}"
+    if len(runs) > 1:
+        title = f"{run.name}: {title[0].lower()}{title[1:]}"
+    return _chart(title, _lines_of(run, index, columns), zero=zero, percent=True) | {"byStage": True}

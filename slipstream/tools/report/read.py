@@ -7,10 +7,10 @@ import json
 import math
 import tomllib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ MAX_SPANS = 12_000
 """Maximum number of spans of a trace, of which the latest are kept. A browser draws this many smoothly."""
 LETTERS = {op.name.lower(): str(op) for op in Op} | {"evaluation": str(Op.EVALUATE), "wait": "W"}
 """Letter of an event on the timeline, by the event's category in the trace."""
-
-Name = TypeVar("Name")
 
 Key = tuple[str, ...]
 """Path of a number in the JSON object of an update, such as ("learning_rates", "matrices")."""
@@ -100,13 +98,8 @@ def read_run(folder: Path, name: str, advance: Callable[[int], None] = lambda nu
     config = _read_config(folder, summary or {})
     if not config:
         notes.append("There is no config.toml: the configuration is not known.")
-    trace = _read_object(folder / "trace.json")
-    spans: tuple[TraceSpan, ...] = ()
-    if trace is None:
-        notes.append("There is no trace.json: the timeline is not known. It is written when a run ends.")
-    else:
-        spans, note = _spans(trace)
-        notes += [note] if note else []
+    spans, note = _spans(_read_object(folder / "trace.json"))
+    notes += [note] if note else []
     return Run(name, folder, metrics, summary or {}, config, spans, tuple(notes))
 
 
@@ -133,10 +126,27 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 # ---- metrics.jsonl
 
 
+class _Rows:
+    """The updates or the evaluations of metrics.jsonl, by column."""
+
+    def __init__(self) -> None:
+        self.steps = array("d")
+        self._columns: dict[Key, array[float]] = {}
+
+    def add(self, step: int, row: dict[str, Any]) -> None:
+        for key, value in _flat(row):
+            column = self._columns.setdefault(key, array("d"))
+            column.extend([math.nan] * (len(self.steps) - len(column)))  # the rows before that lack it
+            column.append(value)
+        self.steps.append(step)
+
+    def columns(self) -> dict[Key, Column]:
+        length = len(self.steps)
+        return {key: np.array([*column, *[math.nan] * (length - len(column))]) for key, column in self._columns.items()}
+
+
 def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Metrics:
-    steps, validation_steps, validation_losses = array("d"), array("d"), array("d")
-    columns: dict[Key, array[float]] = {}
-    parts: dict[str, array[float]] = {}
+    updates, evaluations = _Rows(), _Rows()
     is_torn = False
     for number, line in enumerate(_lines(path), 1):
         advance(len(line))
@@ -152,34 +162,11 @@ def read_metrics(path: Path, advance: Callable[[int], None] = lambda num_bytes: 
         step = row.get("step") if isinstance(row, dict) else None
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise _garbage(path, number, "it is no object with a step")
-        if "val_loss" in row:
-            validation_steps.append(step)
-            validation_losses.append(_number(row["val_loss"]))
-            by_source = {key[1]: value for key, value in _flat(row) if key[0] == "val_losses" and len(key) == 2}
-            _add(parts, by_source, len(validation_steps) - 1)
-            continue
-        _add(columns, dict(_flat(row)), len(steps))
-        steps.append(step)
-    return Metrics(
-        np.array(steps),
-        _filled(columns, len(steps)),
-        np.array(validation_steps),
-        np.array(validation_losses),
-        _filled(parts, len(validation_steps)),
-        is_torn,
-    )
-
-
-def _add(columns: dict[Name, array[float]], row: Mapping[Name, float], index: int) -> None:
-    """Adds the row `index`. A column that begins with it, or has gaps before it, is filled with nan."""
-    for key, value in row.items():
-        column = columns.setdefault(key, array("d"))
-        column.extend([math.nan] * (index - len(column)))
-        column.append(value)
-
-
-def _filled(columns: Mapping[Name, array[float]], length: int) -> dict[Name, Column]:
-    return {key: np.array([*column, *[math.nan] * (length - len(column))]) for key, column in columns.items()}
+        (evaluations if "val_loss" in row else updates).add(step, row)
+    columns = evaluations.columns()
+    losses = columns.get(("val_loss",), np.full(len(evaluations.steps), math.nan))
+    parts = {key[1]: column for key, column in columns.items() if key[0] == "val_losses" and len(key) == 2}
+    return Metrics(np.array(updates.steps), updates.columns(), np.array(evaluations.steps), losses, parts, is_torn)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -233,14 +220,23 @@ def _missing_metrics(metrics: Metrics) -> list[str]:
 # ---- the other files
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in a file, or None if the file does not exist."""
+def _content(path: Path) -> bytes | None:
+    """Returns the content of a file, or None if it does not exist."""
     try:
-        tree = json.loads(read_plain_file(path))
+        return read_plain_file(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file, or None if the file does not exist."""
+    content = _content(path)
+    if content is None:
+        return None
+    try:
+        tree = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: wait if the run is just ending, or remove the file") from error
     if not isinstance(tree, dict):
@@ -254,12 +250,9 @@ def _read_config(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     tree = summary.get("config")
     if not isinstance(tree, dict):
         path = folder / "config.toml"
+        content = _content(path) or b""
         try:
-            tree = tomllib.loads(read_plain_file(path).decode())
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise _unreadable(path, error) from error
+            tree = tomllib.loads(content.decode())
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not valid TOML ({error}): correct it there") from error
     return dict(_settings(tree))
@@ -273,8 +266,10 @@ def _settings(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]
             yield f"{where}{name}", None if value == {} else value
 
 
-def _spans(trace: dict[str, Any]) -> tuple[tuple[TraceSpan, ...], str]:
+def _spans(trace: dict[str, Any] | None) -> tuple[tuple[TraceSpan, ...], str]:
     """Returns the spans in order of time, and a note if some were left out."""
+    if trace is None:
+        return (), "There is no trace.json: the timeline is not known. It is written when a run ends."
     events = trace.get("traceEvents")
     boxes = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"] if isinstance(events, list) else []
     spans = sorted(filter(None, map(_span, boxes)), key=lambda span: span.start)
