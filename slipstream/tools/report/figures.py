@@ -57,13 +57,12 @@ def _marks(values: Sequence[float | None], best: Callable[[set[float]], float] |
 
 
 def _training_loss(run: Run) -> Entry:
-    losses = run.metrics.column("loss")
+    losses = run.metrics.known("loss")
     first, last = number(run.summary, "first_loss"), number(run.summary, "last_loss")
-    known = losses[np.isfinite(losses)]
-    if first is None and len(known):
-        first = float(known[0])
-    if last is None and len(known):
-        last = float(known[-max(1, len(known) // 20) :].mean())
+    if first is None and len(losses):
+        first = float(losses[0])
+    if last is None and len(losses):
+        last = float(losses[-max(1, len(losses) // 20) :].mean())
     if last is None or first is None:
         return UNKNOWN
     return last, f"{last:.4f}", f"{first:.4f} at the first step"
@@ -72,23 +71,21 @@ def _training_loss(run: Run) -> Entry:
 def _held_out_loss(run: Run) -> Entry:
     steps, losses = run.metrics.validation_steps, run.metrics.validation_losses
     known = np.isfinite(losses)
-    last = float(losses[known][-1]) if known.any() else None
+    steps, losses = steps[known], losses[known]
     loss = number(run.summary, "val_loss")
-    loss = last if loss is None else loss
+    if loss is None and len(losses):
+        loss = float(losses[-1])
     if loss is None:
         return UNKNOWN
-    if known.sum() < 2:
-        return loss, f"{loss:.4f}", ""
-    lowest = losses[known].argmin()
-    return loss, f"{loss:.4f}", f"lowest {losses[known][lowest]:.4f} at step {steps[known][lowest]:,.0f}"
+    lowest = f"lowest {losses.min():.4f} at step {steps[losses.argmin()]:,.0f}" if len(losses) > 1 else ""
+    return loss, f"{loss:.4f}", lowest
 
 
 def _throughput(run: Run) -> Entry:
-    tokens, seconds = run.metrics.column("tokens"), run.metrics.column("seconds")
-    rate = number(run.summary, "tokens_per_second")
-    total = number(run.summary, "seconds") or float(np.nansum(seconds))
-    if rate is None and total > 0 and np.isfinite(tokens).any():
-        rate = float(np.nanmax(tokens)) / total
+    tokens, rate = run.metrics.known("tokens"), number(run.summary, "tokens_per_second")
+    total = number(run.summary, "seconds") or float(run.metrics.known("seconds").sum())
+    if rate is None and total > 0 and len(tokens):
+        rate = float(tokens.max()) / total
     if rate is None:
         return UNKNOWN
     return rate, f"{rate:,.0f} tokens/s", f"in {duration(total)}"
@@ -111,9 +108,9 @@ def _utilisation(run: Run) -> Entry:
 
 def _delay(run: Run) -> Entry:
     low, high = number(run.summary, "delay", "min"), number(run.summary, "delay", "max")
-    seen = run.metrics.column("delay")
-    if (low is None or high is None) and np.isfinite(seen).any():
-        low = high = float(seen[np.isfinite(seen)][-1])
+    seen = run.metrics.known("delay")
+    if (low is None or high is None) and len(seen):
+        low = high = float(seen[-1])
     if low is None or high is None:
         return UNKNOWN
     text = f"{high:g}" if low == high else f"{low:g} to {high:g}"
@@ -129,9 +126,8 @@ def _memory(run: Run) -> Entry:
     per_stage = [value for value in numbers(run.summary, "peak_memory_bytes") if value is not None]
     if not per_stage:
         return UNKNOWN
-    if shares_memory(run):
-        return max(per_stage), size(max(per_stage)), "one process, all stages"
-    return max(per_stage), size(max(per_stage)), f"{size(sum(per_stage))} over all stages"
+    about = "one process, all stages" if shares_memory(run) else f"{size(sum(per_stage))} over all stages"
+    return max(per_stage), size(max(per_stage)), about
 
 
 def shares_memory(run: Run) -> bool:
@@ -143,9 +139,8 @@ def _progress(run: Run) -> Entry:
     planned = number(run.config, "train.steps") or number(run.summary, "steps")
     made = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0
     text = f"{made:,} steps" if planned is None else f"{made:,} of {planned:,.0f} steps"
-    tokens = run.metrics.column("tokens")
-    known = tokens[np.isfinite(tokens)]
-    return float(made), text, f"{known.max():,.0f} tokens" if len(known) else ""
+    tokens = run.metrics.known("tokens")
+    return float(made), text, f"{tokens.max():,.0f} tokens" if len(tokens) else ""
 
 
 FIGURES: tuple[tuple[str, str, Callable[[set[float]], float] | None, Callable[[Run], Entry]], ...] = (

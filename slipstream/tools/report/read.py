@@ -51,6 +51,11 @@ class Metrics:
     def column(self, *key: str) -> Column:
         return self.columns.get(key, np.full(len(self.steps), math.nan))
 
+    def known(self, *key: str) -> Column:
+        """Returns the finite values of a column."""
+        column = self.column(*key)
+        return column[np.isfinite(column)]
+
 
 @dataclass(frozen=True)
 class TraceSpan:
