@@ -65,12 +65,9 @@ class Slab:
     def load(self, weights: Tensor) -> None:
         """Copies weights into the working parameters. They keep their addresses, because a CUDA graph refers to them by
         address. Autograd does not notice the copy, because PACI copies between a forward and its backward."""
-        if self.room is not None:
-            self.room.copy_(weights)
-            return
-        shapes = [parameter.shape for parameter in self.working]
-        for parameter, view in zip(self.working, _views(weights, shapes), strict=True):
-            parameter.data.copy_(view)
+        places = [parameter.data for parameter in self.working] if self.room is None else [self.room]
+        for place, view in zip(places, _views(weights, [place.shape for place in places]), strict=True):
+            place.copy_(view)
 
     def add_version(self, weights: Tensor) -> None:
         full = len(self.versions) == self.versions.maxlen
@@ -94,31 +91,25 @@ class GroupState:
 class DelayedRun:
     def __init__(self, cell: Cell, components: Components, device: torch.device) -> None:
         self._cell, self._components, self._device = cell, components, device
-        config = cell.config
+        config, model = cell.config, components.model
         self.steps = config.train.steps
         self.num_microbatches = config.pipeline.microbatches
         dtype = getattr(torch, config.train.dtype)
         compute_dtype = getattr(torch, cell.compute_dtype) if cell.compute_dtype else dtype
         # The masters are initialised in their own dtype. The working copy is rounded from them.
-        network = _network(
-            components.model,
-            compute_dtype,
-            device,
-            cell.compile_mode is not None,
-            config.train.loss_chunk_tokens,
-            recomputed_layers(config, components.model),
-        )
+        is_compiled, recomputed = cell.compile_mode is not None, recomputed_layers(config, model)
+        network = _network(model, compute_dtype, device, is_compiled, config.train.loss_chunk_tokens, recomputed)
         self._loss = network.loss
         self._drifts = cell.drift_warmups is not None
         # A graph cannot load other weights between forward and backward, as PACI does. It also cannot wait for a value
         # from the device, which experts may need for their loads.
-        can_be_graph = not self._drifts and components.model.num_experts == 0
+        can_be_graph = not self._drifts and model.num_experts == 0
         self._uses_graphs = cell.compile_mode == "reduce-overhead" and device.type == "cuda" and can_be_graph
-        masters = _masters(components.model, dtype, device, config.train.seed)
+        masters = _masters(model, dtype, device, config.train.seed)
         network.fill({name: weight for name, weight in masters.items() if not weight.requires_grad})
         trained = [(name, weight) for name, weight in masters.items() if weight.requires_grad]
         stages = [stage for stage, size in enumerate(components.layers_per_stage) for _ in range(size)]
-        stage_of_layer = dict(zip(components.model.layer_names, stages, strict=True))
+        stage_of_layer = dict(zip(model.layer_names, stages, strict=True))
         delays = cell.stage_delays
         ahead = cell.drift_warmups or [delay * self.num_microbatches for delay in delays]
         self.groups: list[GroupState] = []
@@ -135,11 +126,9 @@ class DelayedRun:
             ]
             parameters = [slab.parameters for slab in slabs]
             optimizer = group.optimizer([p for piece in parameters for p in piece])
-            predictor = (
-                find_predictor(cell.predictor).make(cell.predictor_weight, parameters)
-                if cell.predictor
-                else pipeline_predictor(optimizer)
-            )
+            predictor = pipeline_predictor(optimizer)
+            if cell.predictor:
+                predictor = find_predictor(cell.predictor).make(cell.predictor_weight, parameters)
             rates = [g["lr"] for g in optimizer.param_groups]
             self.groups.append(GroupState(group, slabs, optimizer, rates, predictor))
         self.losses = torch.zeros(self.steps, dtype=torch.float64, device=device)
