@@ -75,6 +75,10 @@ class Row:
     """How the overhead was found: "curve", "lengths", or "lengths, extrapolated" if that holds for any seed."""
 
     @property
+    def finished(self) -> int:
+        return len(self.cells) - self.diverged
+
+    @property
     def is_synchronous(self) -> bool:
         return all(cell.id == cell.baseline for cell in self.cells)
 
@@ -306,26 +310,19 @@ def markdown_table(rows: Sequence[Row]) -> str:
     3)."""
     axes = [axis for axis in varying(rows) if axis != RATE]
     names = short_names(axes)
-    header = ["optimizer", "mode", *(names[axis] for axis in axes), "lr", "seeds", "final loss", "bits per byte"]
-    lines = [[*header, "gap", "recovered", "token overhead", "diverged"]]
-    for row in rows:
-        finished = len(row.cells) - row.diverged
-        lines.append(
-            [
-                row.optimizer,
-                row.mode,
-                *(value_text(row.axes.get(axis)) for axis in axes),
-                f"{row.axes[RATE]:g}",
-                str(len(row.cells)),
-                _estimate(row.loss, finished, ".4f"),
-                _estimate(row.bits_per_byte, finished, ".4f"),
-                _estimate(row.gap, finished, "+.4f"),
-                _estimate(row.recovered, finished, ".0f", scale=100, unit=" %"),
-                _estimate(row.overhead, finished, ".3f", unit=f" ({row.overhead_way})"),
-                f"{row.diverged} of {len(row.cells)}" if row.diverged else "",
-            ]
-        )
-    columns = zip(*lines, strict=True)
+    columns = [
+        ["optimizer", *(row.optimizer for row in rows)],
+        ["mode", *(row.mode for row in rows)],
+        *([names[axis], *(value_text(row.axes.get(axis)) for row in rows)] for axis in axes),
+        ["lr", *(f"{row.axes[RATE]:g}" for row in rows)],
+        ["seeds", *(str(len(row.cells)) for row in rows)],
+        ["final loss", *(_estimate(row.loss, row.finished, ".4f") for row in rows)],
+        ["bits per byte", *(_estimate(row.bits_per_byte, row.finished, ".4f") for row in rows)],
+        ["gap", *(_estimate(row.gap, row.finished, "+.4f") for row in rows)],
+        ["recovered", *(_estimate(row.recovered, row.finished, ".0f", scale=100, unit=" %") for row in rows)],
+        ["token overhead", *(_estimate(r.overhead, r.finished, ".3f", unit=f" ({r.overhead_way})") for r in rows)],
+        ["diverged", *(f"{row.diverged} of {len(row.cells)}" if row.diverged else "" for row in rows)],
+    ]
     shown = [column for column in columns if column[0] not in ("bits per byte", "diverged") or any(column[1:])]
     return _table(shown, num_left=2)
 
