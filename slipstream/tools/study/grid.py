@@ -137,20 +137,16 @@ def _read(tree: dict[str, Any], default_name: str) -> _File:
 def _combinations(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields every combination of one value from each list. The first axis changes slowest."""
     axes = _flatten(entry)
-    for name, values in axes.items():
-        if values == []:
-            raise ConfigError(f"grid: {name} = [] leaves nothing to run: give it a value, or leave it out")
-    lists = [_values(name, value) for name, value in axes.items()]
-    for combination in itertools.product(*lists):
+    for combination in itertools.product(*(_values(name, value) for name, value in axes.items())):
         yield _flatten(dict(zip(axes, combination, strict=True)))  # a list of tables varies several fields together
 
 
 def _values(name: str, value: Any) -> list[Any]:
     """Returns the values of an axis. A field whose value is a list varies as a list of lists."""
-    is_list_field = name in LIST_FIELDS
-    if not isinstance(value, list) or (is_list_field and not (value and isinstance(value[0], list))):
-        return [value]
-    return value
+    if value == []:
+        raise ConfigError(f"grid: {name} = [] leaves nothing to run: give it a value, or leave it out")
+    varies = isinstance(value, list) and (name not in LIST_FIELDS or isinstance(value[0], list))
+    return value if varies else [value]
 
 
 def _flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
