@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.files import write_file
 from ...config.defaults import peak_rates_of
 from ...config.toml import to_toml
 from ...data import text_size
@@ -85,9 +85,7 @@ def run_cell(study: str, cell: Cell, folder: Path, progress: Callable[[int, str]
         bits_per_byte=None if text is None or final_loss is None else text.bits_per_byte(final_loss),
         source_losses={} if final_loss is None else run.evaluate_sources(),
     )
-    partial = path.with_suffix(".partial")
-    partial.write_text(record.to_json() + "\n", encoding="utf-8")
-    os.replace(partial, path)  # atomic: the record is complete or does not exist
+    write_file(path, [f"{record.to_json()}\n".encode()])  # atomic: the record is complete or does not exist
     return record
 
 
