@@ -114,11 +114,16 @@ def _styles(labels: Iterable[str]) -> dict[str, Style]:
     return {label: STYLES[index % len(STYLES)] for index, label in enumerate(sorted(dict.fromkeys(labels), key=bool))}
 
 
-def _style_handles(styles: Mapping[str, Style]) -> list[Line2D]:
+def _entry(label: str, **style: Any) -> Line2D:
+    """Returns a line for a legend."""
     from matplotlib.lines import Line2D
 
+    return Line2D([], [], label=label, **style)
+
+
+def _style_entries(styles: Mapping[str, Style]) -> list[Line2D]:
     shown = styles.items() if len(styles) > 1 else ()
-    return [Line2D([], [], color=GREY, linestyle=style, label=label) for label, style in shown if label]
+    return [_entry(label, color=GREY, linestyle=style) for label, style in shown if label]
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
@@ -146,8 +151,6 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     table = [row for row in rows(records) if any(map(curve, row.cells))]
     if not table or not start():
         return None
-    from matplotlib.lines import Line2D
-
     names, owners, labels = _owners(table)
     styles = _styles(labels)
     colours = mode_colours(records)
@@ -175,11 +178,10 @@ def draw_losses(records: Sequence[Record], path: Path) -> Path | None:
     figure.supxlabel(f"tokens{unit}", fontsize=10)
     figure.supylabel("held-out loss (nats per token)", fontsize=10)
     modes = [mode for mode in colours if any(row.mode == mode for row in table)]
-    handles = [Line2D([], [], color=colours[mode], label=mode) for mode in modes]
-    handles += _style_handles(styles)
+    entries = [*(_entry(mode, color=colours[mode]) for mode in modes), *_style_entries(styles)]
     if any(row.diverged for row in table):
-        handles.append(Line2D([], [], color=GREY, linewidth=0.7, marker="x", label="diverged"))
-    _legend(figure, handles)
+        entries.append(_entry("diverged", color=GREY, linewidth=0.7, marker="x"))
+    _legend(figure, entries)
     return save(figure, path)
 
 
@@ -368,8 +370,6 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
     table = [row for row in rows(records) if row.mode == "async" and any(cell.cosines for cell in row.cells)]
     if not table or not start():
         return None
-    from matplotlib.lines import Line2D
-
     optimizers = list(dict.fromkeys(row.optimizer for row in table))
     colours = colours_of((record.optimizer for record in records), OPTIMIZER_COLOURS)
     names = short_names(optimizers)
@@ -392,10 +392,10 @@ def draw_cosines(records: Sequence[Record], path: Path) -> Path | None:
     panels[0].set_xlim(left=0)
     figure.supxlabel("step (updates)", fontsize=10)
     figure.supylabel("cosine of consecutive updates", fontsize=10)
-    handles = [Line2D([], [], color=colours[optimizer], label=names[optimizer]) for optimizer in optimizers]
-    handles += _style_handles(styles)
-    handles.append(Line2D([], [], color=BLACK, linestyle="--", linewidth=1, label="below this, error feedback hurts"))
-    _legend(figure, handles)
+    entries = [_entry(names[optimizer], color=colours[optimizer]) for optimizer in optimizers]
+    entries += _style_entries(styles)
+    entries.append(_entry("below this, error feedback hurts", color=BLACK, linestyle="--", linewidth=1))
+    _legend(figure, entries)
     return save(figure, path)
 
 
