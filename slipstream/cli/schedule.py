@@ -26,7 +26,7 @@ from ..schedule.simulate import Costs, Timeline, min_steady_steps, simulate
 from .parse import cannot_write, parse
 
 LEAST_COST, MOST_COST = 1e-9, 1e9
-
+SUFFIXES = (".svg", ".png")
 MAX_MICROBATCHES = 50_000
 """Maximum number of microbatches to draw, over all stages and steps. It takes a minute or two, and is far more than a
 picture can show."""
@@ -66,7 +66,8 @@ def main(arguments: list[str]) -> None:
             raise UsageError(f"{name} = {cost} is no time: use a finite number of 0 or more")
         if cost and not LEAST_COST <= cost <= MOST_COST:
             raise UsageError(f"{name} = {cost} cannot be drawn: use 0, or {LEAST_COST:g} to {MOST_COST:g}")
-    if given.stages * given.microbatches * given.steps > MAX_MICROBATCHES:
+    size = given.stages, given.microbatches, given.steps
+    if math.prod(size) > MAX_MICROBATCHES:
         raise UsageError(
             f"{given.stages} stages x {given.microbatches} microbatches x {given.steps} steps are too many to draw: "
             f"use fewer, {MAX_MICROBATCHES:,} at most in all"
@@ -74,14 +75,7 @@ def main(arguments: list[str]) -> None:
     if given.sync_start_steps > given.steps:
         raise UsageError(f"sync_start_steps = {given.sync_start_steps} is more than steps = {given.steps}: use fewer")
     try:
-        schedule = Schedule(
-            given.name,
-            given.stages,
-            given.microbatches,
-            given.steps,
-            depth=given.depth,
-            sync_start_steps=given.sync_start_steps,
-        )
+        schedule = Schedule(given.name, *size, depth=given.depth, sync_start_steps=given.sync_start_steps)
         schedule = replace(schedule, global_update=waits_for_sum(given.name))  # the name is valid here
         costs = Costs(forward=given.forward, backward=given.backward, latency=given.latency)
         drawings = list(given.output) or _drawings(given)
@@ -106,9 +100,6 @@ def _drawings(given: ScheduleArguments) -> list[Path]:
     return [Path(f"{stem}{suffix}") for suffix in suffixes]
 
 
-SUFFIXES = (".svg", ".png")
-
-
 def show(schedule: Schedule, costs: Costs, outputs: Sequence[Path] = (), max_width: int = 120) -> str:
     """Returns the grid of a schedule with a fixed number of steps, and the results of checker and simulator. Also
     writes the drawings."""
@@ -117,7 +108,9 @@ def show(schedule: Schedule, costs: Costs, outputs: Sequence[Path] = (), max_wid
             raise ScheduleError(f"{path} cannot be drawn: end its name in one of {', '.join(SUFFIXES)}")
     report = check(schedule)
     timeline = simulate(schedule, costs)
-    steady = _steady(timeline, costs)
+    steady, needed = timeline, min_steady_steps(schedule)
+    if (schedule.num_steps or 0) < needed:
+        steady = simulate(replace(schedule, num_steps=needed), costs)
     title = f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches a step"
     lines = [
         text_grid(timeline, max_width),
@@ -134,21 +127,18 @@ def show(schedule: Schedule, costs: Costs, outputs: Sequence[Path] = (), max_wid
     if report.max_drift:
         lines.append(f"  drift          a backward runs up to {report.max_drift} updates after its forward")
     for path in outputs:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".svg":
-            path.write_text(svg(timeline, title), encoding="utf-8")
-        else:
-            png(timeline, title, path)
+        draw(timeline, title, path)
         lines.append(f"  drawn in       {path}")
     return "\n".join(lines)
 
 
-def _steady(timeline: Timeline, costs: Costs) -> Timeline:
-    """Returns a timeline that is long enough to have a steady state."""
-    schedule, needed = timeline.schedule, min_steady_steps(timeline.schedule)
-    if schedule.num_steps is not None and schedule.num_steps >= needed:
-        return timeline
-    return simulate(replace(schedule, num_steps=needed), costs)
+def draw(timeline: Timeline, title: str, path: Path) -> None:
+    """Draws a timeline in a file. The suffix of its name is one of SUFFIXES."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(svg(timeline, title), encoding="utf-8")
+    else:
+        png(timeline, title, path)
 
 
 def _range(delay: tuple[int, int] | None) -> str:

@@ -11,6 +11,7 @@ import tyro
 from ..config.files import check_output
 from ..errors import UsageError
 from .parse import find_run, parse
+from .schedule import SUFFIXES, draw
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class TimelineArguments:
 def main(arguments: list[str]) -> None:
     from ..observe.trace import TraceError, Window, measured_timeline, read_trace, steady_window
     from ..schedule import ScheduleError
-    from ..schedule.render import png, svg
 
     given = parse(TimelineArguments, arguments, "slipstream timeline")
     run = find_run(given.run)
-    if given.output.suffix not in (".svg", ".png"):
+    if given.output.suffix not in SUFFIXES:
         raise UsageError(f"output = '{given.output}' cannot be drawn: end its name in .svg or .png")
     if given.seconds is not None and not given.seconds > 0:
         raise UsageError(f"seconds = {given.seconds:g} shows nothing: use more than 0")
@@ -49,11 +49,7 @@ def main(arguments: list[str]) -> None:
         drawn = window.within(trace)
         title = f"{run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"
         check_output(given.output)
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        if given.output.suffix == ".svg":
-            given.output.write_text(svg(timeline, title), encoding="utf-8")
-        else:
-            png(timeline, title, given.output)
+        draw(timeline, title, given.output)
     except (TraceError, ScheduleError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
