@@ -7,23 +7,23 @@ const NUM_COLOURS = 8;
 const COLUMN_OF_AXIS = {step: "steps", tokens: "tokens", time: "seconds"};
 const view = {axis: "step", range: null, listeners: []};
 
-function element(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
+// Sets attributes, styles and listeners. A style is an object, because the page's policy allows no style attributes.
+function set(node, properties) {
   for (const [name, value] of Object.entries(properties)) {
-    if (name === "class") node.className = value;
+    if (name === "style") Object.assign(node.style, value);
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
 }
 
-function shape(tag, attributes = {}, text = null) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== null) node.textContent = text;
+function filled(node, properties, children) {
+  set(node, properties).append(...children.filter((child) => child !== null && child !== undefined));
   return node;
 }
+
+const element = (tag, properties = {}, ...children) => filled(document.createElement(tag), properties, children);
+const shape = (tag, properties, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
 
 // Returns a button that is pressed or not. `act` is called with whether it is pressed when that changes.
 function toggle(isPressed, act, properties, ...children) {
@@ -132,9 +132,8 @@ function lineChart(chart, runs) {
   chart.series.forEach((line, index) => {
     line.colour = colour(byRun ? line.run : index);
     line.dash = DASHES[(byRun ? line.variant : Math.floor(index / NUM_COLOURS)) % DASHES.length];
-    const swatch = shape("svg", {class: "swatch", width: 22, height: 10, "aria-hidden": "true"});
-    swatch.append(shape("line", {x1: 1, x2: 21, y1: 5, y2: 5, stroke: line.colour, "stroke-dasharray": line.dash}));
-    if (line.marks) swatch.append(dot(line, 11, 5, 3));
+    const swatch = shape("svg", {class: "swatch", width: 22, height: 10, "aria-hidden": "true"},
+      shape("line", {x1: 1, x2: 21, y1: 5, y2: 5, stroke: line.colour, "stroke-dasharray": line.dash}), line.marks ? dot(line, 11, 5, 3) : null);
     legend.append(toggle(true, (isShown) => { line.isHidden = !isShown; draw(); }, {title: "Show or hide this line"}, swatch, line.name));
   });
   if (!chart.percent && chart.series.some((line) => line.y.some((y) => y > 0))) {
@@ -179,9 +178,7 @@ function lineChart(chart, runs) {
     const y = (value) => edge.top + inner.height * (1 - level(value));
     const unX = (pixel) => left + Math.min(1, Math.max(0, (pixel - edge.left) / inner.width)) * (right - left);
     scale = {x, y, unX, edge, inner, width, left, right};
-    canvas.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    canvas.setAttribute("width", width);
-    canvas.setAttribute("height", height);
+    set(canvas, {viewBox: `0 0 ${width} ${height}`, width, height});
     Object.assign(canvas.dataset, {from: left, to: right, low, high});
     const grid = shape("g", {class: "grid"});
     yTicks.forEach((tick, i) => {
@@ -208,9 +205,8 @@ function lineChart(chart, runs) {
     for (const index of new Set(chart.series.map((line) => line.run))) {
       for (const turn of runs[index].turns) {
         const at = x(fromStep(runs[index].clock, turn.step));
-        const mark = shape("line", {class: "turn", x1: at, x2: at, y1: edge.top, y2: edge.top + inner.height});
-        mark.append(shape("title", {}, `${turn.text} after step ${turn.step.toLocaleString("en-US")}`));
-        lines.append(mark);
+        lines.append(shape("line", {class: "turn", x1: at, x2: at, y1: edge.top, y2: edge.top + inner.height},
+          shape("title", {}, `${turn.text} after step ${turn.step.toLocaleString("en-US")}`)));
       }
     }
     const selection = shape("rect", {class: "selection", y: edge.top, height: inner.height, width: 0});
@@ -266,9 +262,7 @@ function lineChart(chart, runs) {
     if (dragFrom === null) { point(scale && scale.unX(position(event))); return; }
     const {edge, inner} = scale, clamp = (pixel) => Math.min(edge.left + inner.width, Math.max(edge.left, pixel));
     const ends = [clamp(dragFrom), clamp(position(event))].sort((a, b) => a - b);
-    const selection = canvas.querySelector(".selection");
-    selection.setAttribute("x", ends[0]);
-    selection.setAttribute("width", ends[1] - ends[0]);
+    set(canvas.querySelector(".selection"), {x: ends[0], width: ends[1] - ends[0]});
   });
   canvas.addEventListener("pointerup", (event) => {
     if (dragFrom === null) return;

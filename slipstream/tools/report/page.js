@@ -5,12 +5,7 @@ const isComparison = data.runs.length > 1;
 const PARTS = ["forward", "backward", "evaluation", "update", "data", "wait_activations", "wait_gradients", "wait_sums", "other"];
 const SPOKEN = {wait_activations: "wait for activations", wait_gradients: "wait for gradients", wait_sums: "wait for sums"};
 
-function runDot(index) {
-  const dot = element("i", {class: "dot", "aria-hidden": "true"});
-  dot.style.background = colour(index);
-  return dot;
-}
-
+const runDot = (index) => element("i", {class: "dot", "aria-hidden": "true", style: {background: colour(index)}});
 const headOfRuns = () => element("thead", {}, element("tr", {}, element("td"),
   ...data.runs.map((run, index) => element("th", {scope: "col"}, runDot(index), run.name))));
 
@@ -29,16 +24,11 @@ function header() {
 }
 
 function axisControl() {
-  const node = document.getElementById("axis"), buttons = {};
-  node.append(element("span", {}, "over"));
-  for (const name of Object.keys(COLUMN_OF_AXIS)) {
-    buttons[name] = element("button", {type: "button", class: "small", onclick: () => setView(name, null)}, name);
-    node.append(buttons[name]);
-  }
+  const buttons = Object.keys(COLUMN_OF_AXIS).map((name) => element("button", {type: "button", class: "small", onclick: () => setView(name, null)}, name));
   const reset = element("button", {type: "button", class: "small reset", id: "reset", onclick: () => setView(view.axis, null)}, "reset zoom");
-  node.append(reset);
+  document.getElementById("axis").append(element("span", {}, "over"), ...buttons, reset);
   const update = () => {
-    for (const [name, button] of Object.entries(buttons)) button.setAttribute("aria-pressed", String(name === view.axis));
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.textContent === view.axis));
     reset.disabled = !view.range;
   };
   view.listeners.push(update);
@@ -82,12 +72,8 @@ function tabs(contents) {
 // ---- overview
 
 function cards() {
-  const grid = element("div", {class: "cards"});
-  for (const figure of data.figures) {
-    grid.append(element("div", {class: "card", title: figure.meaning}, element("h3", {}, figure.label),
-      element("p", {class: figure.values[0] === "not known" ? "value unknown" : "value"}, figure.values[0]), element("p", {class: "about"}, figure.details[0])));
-  }
-  return grid;
+  return element("div", {class: "cards"}, ...data.figures.map((figure) => element("div", {class: "card", title: figure.meaning}, element("h3", {}, figure.label),
+    element("p", {class: figure.values[0] === "not known" ? "value unknown" : "value"}, figure.values[0]), element("p", {class: "about"}, figure.details[0]))));
 }
 
 function comparison() {
@@ -105,14 +91,11 @@ function notes() {
 // ---- bars
 
 function legendOf(keys, hidden, redraw) {
-  const legend = element("div", {class: "legend"});
-  keys.forEach((key, index) => {
-    const swatch = element("i", {class: "block", "aria-hidden": "true"});
-    swatch.style.background = partColour(key, index);
+  return element("div", {class: "legend"}, ...keys.map((key, index) => {
+    const swatch = element("i", {class: "block", "aria-hidden": "true", style: {background: partColour(key, index)}});
     const act = (isShown) => { hidden[index] = !isShown; redraw(); };
-    legend.append(toggle(true, act, {title: "Show or hide this part"}, swatch, spoken(key)));
-  });
-  return legend;
+    return toggle(true, act, {title: "Show or hide this part"}, swatch, spoken(key));
+  }));
 }
 
 function bars() {
@@ -156,10 +139,8 @@ function splitBars(split, run) {
       parts.forEach((share, index) => {
         if (hidden[index] || share <= 0) return;
         const text = `${(100 * share).toFixed(1)} %`;
-        const piece = element("span", {"data-tip": `stage ${stage}, ${spoken(split.keys[index])}: ${text}`}, element("b", {}, text));
-        piece.style.width = 100 * share + "%";
-        piece.style.background = partColour(split.keys[index], index);
-        bar.append(piece);
+        const style = {width: 100 * share + "%", background: partColour(split.keys[index], index)};
+        bar.append(element("span", {"data-tip": `stage ${stage}, ${spoken(split.keys[index])}: ${text}`, style}, element("b", {}, text)));
       });
       return element("div", {class: "row"}, element("span", {class: "name"}, `stage ${stage}`), bar);
     }));
@@ -176,9 +157,8 @@ function memoryBars() {
     if (!memory.bytes.length) return panel(title, missing("Not known before the run has ended."));
     const [node, rows] = bars();
     rows.append(...memory.bytes.map((bytes, stage) => {
-      const piece = element("span", {"data-tip": bytes === null ? "not known" : `stage ${stage}: ${bytes.toLocaleString("en-US")} bytes`});
-      piece.style.width = (most ? 100 * bytes / most : 0) + "%";
-      piece.style.background = colour(isComparison ? run : 0);
+      const style = {width: (most ? 100 * bytes / most : 0) + "%", background: colour(isComparison ? run : 0)};
+      const piece = element("span", {"data-tip": bytes === null ? "not known" : `stage ${stage}: ${bytes.toLocaleString("en-US")} bytes`, style});
       return element("div", {class: "row"}, element("span", {class: "name"}, `stage ${stage}`), element("div", {class: "bar thin"}, piece), element("span", {class: "amount"}, memory.texts[stage]));
     }));
     return panel(title, node, element("p", {class: "about"}, memory.about + (isComparison ? " All runs have the same scale." : "")));

@@ -28,12 +28,8 @@ function timeline(trace, title) {
   }
   for (const [op, name] of Object.entries(OPS)) {
     if (!spans.some((span) => span.op === op)) continue;
-    const swatch = element("span", {class: "pair"});
-    for (const parity of op === "U" || op === "W" ? [0] : [0, 1]) {
-      const half = element("i");
-      half.style.background = `var(--${name}-${parity})`;
-      swatch.append(half);
-    }
+    const parities = op === "U" || op === "W" ? [0] : [0, 1];
+    const swatch = element("span", {class: "pair"}, ...parities.map((parity) => element("i", {style: {background: `var(--${name}-${parity})`}})));
     const act = (isShown) => { hidden[op] = !isShown; draw(); };
     legend.append(toggle(true, act, {title: "Show or hide these boxes"}, swatch, name));
   }
