@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +29,7 @@ class TimelineArguments:
 
 
 def main(arguments: list[str]) -> None:
-    from ..observe.trace import TraceError, Window, measured_timeline, read_trace, steady_window
+    from ..observe.trace import TraceError, measured_timeline, read_trace, steady_window
     from ..schedule import ScheduleError
 
     given = parse(TimelineArguments, arguments, "slipstream timeline")
@@ -40,11 +40,8 @@ def main(arguments: list[str]) -> None:
         raise UsageError(f"seconds = {given.seconds:g} shows nothing: use more than 0")
     try:
         trace = read_trace(run / "trace.json")
-        steady = steady_window(trace)
-        window = Window(
-            steady.start if given.start is None else given.start,
-            steady.seconds if given.seconds is None else given.seconds,
-        )
+        chosen = {"start": given.start, "seconds": given.seconds}
+        window = replace(steady_window(trace), **{name: value for name, value in chosen.items() if value is not None})
         timeline = measured_timeline(trace, window)
         drawn = window.within(trace)
         title = f"{run.name}: {timeline.schedule.name} from {window.start:.3f} s, in milliseconds"

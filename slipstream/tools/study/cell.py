@@ -15,7 +15,7 @@ from typing import Any
 
 from ...config.defaults import leaves_rest_to_adamw
 from ...config.optimizers import adamw_predictor
-from ...config.rules import schedule_of
+from ...config.rules import choose, schedule_of
 from ...config.schema import Config, OptimizerSection
 from ...errors import ConfigError
 from ...schedule import TRAITS
@@ -50,8 +50,8 @@ class Cell:
         pipeline, train, optimizer = self.config.pipeline, self.config.train, self.config.optimizer
         choice = find_predictor(self.predictor) if self.predictor else None
         for name, known in (("compute_dtype", COMPUTE_DTYPES), ("compile_mode", COMPILE_MODES)):
-            if getattr(self, name) not in (None, *known):
-                raise ConfigError(f"{name} = {getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
+            if (value := getattr(self, name)) is not None:
+                choose(name, value, known)
         if self.delays:
             delays, stages = f"delays = {list(self.delays)}", pipeline.stages
             if len(self.delays) != stages:
