@@ -112,8 +112,12 @@ def throughput(run: Run) -> Column:
     starts = np.maximum(0, ends - THROUGHPUT_STEPS)
     sums = [np.concatenate([[0.0], np.cumsum(column)]) for column in (tokens, seconds)]
     made, taken = (total[ends] - total[starts] for total in sums)
-    rate: Column = np.divide(made, taken, out=np.full(len(ends), np.nan), where=taken > 0)
-    return rate
+    return _ratio(made, taken)
+
+
+def _ratio(part: Column, whole: Column) -> Column:
+    """Returns part / whole, and nan where the whole is 0."""
+    return np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
 
 
 # ---- by stage: with several runs each run has its own chart, because their stages differ
@@ -130,9 +134,7 @@ def _mean_utilisation(run: Run) -> dict[str, Column]:
 def _known_mean(columns: Sequence[Column]) -> Column:
     """Returns the mean over the stages that exist at each step. A reshape may change their number during a run."""
     known = np.isfinite(columns)
-    total = np.where(known, columns, 0.0).sum(axis=0)
-    mean: Column = np.divide(total, known.sum(axis=0), out=np.full_like(total, np.nan), where=known.any(axis=0))
-    return mean
+    return _ratio(np.where(known, columns, 0.0).sum(axis=0), known.sum(axis=0))
 
 
 def _utilisation(run: Run, with_expected: bool) -> dict[str, Column]:
@@ -144,9 +146,8 @@ def _utilisation(run: Run, with_expected: bool) -> dict[str, Column]:
 def _waiting(run: Run) -> dict[str, Column]:
     shares = {}
     for stage, parts in enumerate(seconds_by_stage(run)):
-        total = sum(parts.values())
-        waited = sum(column for name, column in parts.items() if name.startswith("wait"))
-        shares[f"stage {stage}"] = np.divide(waited, total, out=np.full_like(total, np.nan), where=total > 0)
+        waits = [column for name, column in parts.items() if name.startswith("wait")]
+        shares[f"stage {stage}"] = _ratio(np.sum(waits, axis=0), np.sum(list(parts.values()), axis=0))
     return shares
 
 

@@ -124,15 +124,14 @@ def _clock(run: Run) -> dict[str, list[float | None]]:
 
 def _config(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns every setting that any run has. null means that a run has no value for it."""
-    paths = {path: None for run in runs for path in run.config}
     rows = []
-    for path in paths:
-        values = [None if run.config.get(path) is None else _value(run.config[path]) for run in runs]
+    for path in dict.fromkeys(path for run in runs for path in run.config):
+        values = [_value(run.config.get(path)) for run in runs]
         rows.append({"path": path, "values": values, "differs": len(set(values)) > 1})
     return rows
 
 
-def _value(value: Any) -> str:
+def _value(value: Any) -> str | None:
     if isinstance(value, (bool, list)):
         return json.dumps(value, ensure_ascii=False, default=str)
-    return str(value)
+    return None if value is None else str(value)
