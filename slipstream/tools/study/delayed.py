@@ -36,7 +36,7 @@ from ...pipeline.recompute import Recomputing
 from ...train.build import Components
 from .cell import Cell
 from .cuda_graph import Batch, Result, captured
-from .predictors import Last, Predictor, find_predictor, pipeline_predictor
+from .predictors import Predictor, find_predictor, last_update, pipeline_predictor
 
 
 @dataclass
@@ -284,7 +284,7 @@ class DelayedRun:
         """Computes x = z - lam d w into the spare of every slab."""
         is_late = not synchronous and any(slab.delay for slab in state.slabs)
         lam = state.group.error_feedback if is_late else 0.0
-        if isinstance(state.predictor, Last) or lam == 0:
+        if state.predictor is last_update or lam == 0:
             for slab in state.slabs:
                 predict([slab.spare], [slab.master], lam * slab.delay)
             return

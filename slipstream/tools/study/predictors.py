@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,28 +22,20 @@ from ...errors import ConfigError
 from ...optim import AdamW
 from ...optim.optimizer import expects_nesterov
 
-
-class Predictor(Protocol):
-    """Predicts the next update of a parameter group. Every group has its own instance, which may keep state."""
-
-    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        """Returns the updates expected next. updates: the updates just made, as flat tensors. The caller owns the
-        result and may change it."""
+Predictor = Callable[[list[Tensor], Optimizer], list[Tensor]]
+"""(the updates just made, as flat tensors; the optimizer that made them) -> the updates expected next, which the caller
+may change. Every parameter group has a predictor of its own, which may keep state."""
 
 
-class Last:
-    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        return updates
+def last_update(updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+    return updates
 
 
-class Own:
-    """The prediction of the optimizer itself, for an optimizer that has one and whose parameters are the flat
-    tensors."""
-
-    def __call__(self, updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        assert isinstance(optimizer, AdamW)
-        expected = (optimizer.expected(p, group) for group in optimizer.param_groups for p in group["params"])
-        return [u if w is None else w for u, w in zip(updates, expected, strict=True)]
+def own_prediction(updates: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+    """Returns the prediction of the optimizer itself, which has one and whose parameters are the flat tensors."""
+    assert isinstance(optimizer, AdamW)
+    expected = (optimizer.expected(p, group) for group in optimizer.param_groups for p in group["params"])
+    return [u if w is None else w for u, w in zip(updates, expected, strict=True)]
 
 
 class TwoTerm:
@@ -71,7 +62,7 @@ class Choice:
 
 
 PREDICTORS = {
-    "last": Choice(lambda weight, pieces: Last()),
+    "last": Choice(lambda weight, pieces: last_update),
     "two_term": Choice(lambda weight, pieces: TwoTerm(weight), has_weight=True),
 }
 """By the name that a cell uses."""
@@ -86,4 +77,4 @@ def find_predictor(name: str) -> Choice:
 
 def pipeline_predictor(optimizer: Optimizer) -> Predictor:
     has_own = isinstance(optimizer, AdamW) and any(map(expects_nesterov, optimizer.param_groups))
-    return Own() if has_own else Last()
+    return own_prediction if has_own else last_update
