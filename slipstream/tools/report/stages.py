@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,7 @@ def stage_table(run: Run) -> dict[str, Any]:
         "peak memory": _texts(numbers(summary, "peak_memory_bytes"), size),
     }
     known = {name: column for name, column in columns.items() if column}
-    num_stages = max(map(len, known.values()), default=0)
-    rows = [
-        [str(stage), *(column[stage] if stage < len(column) else "-" for column in known.values())]
-        for stage in range(num_stages)
-    ]
+    rows = [[str(stage), *cells] for stage, cells in enumerate(zip_longest(*known.values(), fillvalue="-"))]
     return {"columns": ["stage", *known], "rows": rows}
 
 

@@ -189,16 +189,14 @@ Ends = Sequence[tuple[int, float]]
 def _ends(records: Sequence[Record]) -> dict[str, Ends]:
     """Returns the ends of every cell, by id. Its lengths have all its settings but the number of steps."""
     alike: dict[str, dict[int, Record]] = defaultdict(dict)
-    keys: dict[str, dict[str, None]] = defaultdict(dict)
+    places: dict[str, dict[str, dict[int, Record]]] = defaultdict(dict)
     for record in records:
         key = _key(record, _without(record.setting, STEPS), record.learning_rate, record.seed)
         alike[key][record.tokens] = record
-        keys[record.id][key] = None
+        places[record.id][key] = alike[key]
     result: dict[str, Ends] = {}
     for record in records:
-        lengths: dict[int, Record] = {}
-        for key in keys[record.id]:
-            lengths |= alike[key]
+        lengths = dict(itertools.chain.from_iterable(place.items() for place in places[record.id].values()))
         lengths[record.tokens] = record
         ends = [(tokens, other.final_loss) for tokens, other in lengths.items() if other.final_loss is not None]
         result[record.id] = sorted(ends)
