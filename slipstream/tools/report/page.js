@@ -3,7 +3,6 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const isComparison = data.runs.length > 1;
 const PARTS = ["forward", "backward", "evaluation", "update", "data", "wait_activations", "wait_gradients", "wait_sums", "other"];
-const SPOKEN = {wait_activations: "wait for activations", wait_gradients: "wait for gradients", wait_sums: "wait for sums"};
 
 const runDot = (index) => element("i", {class: "dot", "aria-hidden": "true", style: {background: colour(index)}});
 const headOfRuns = () => element("thead", {}, element("tr", {}, element("td"),
@@ -113,7 +112,7 @@ function bars() {
 }
 
 const partColour = (key, index) => PARTS.includes(key) ? `var(--part-${key.replace("_", "-")})` : colour(index);
-const spoken = (key) => SPOKEN[key] || key.replaceAll("_", " ");
+const spoken = (key) => key.replace(/^wait_/, "wait for ").replaceAll("_", " ");
 
 function splitBars(split, run) {
   const title = titled(run, "where each stage's time went");
