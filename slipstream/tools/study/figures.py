@@ -129,15 +129,12 @@ def _style_entries(styles: Mapping[str, Style]) -> list[Line2D]:
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
     """Draws a legend above the panels, with as many columns as fit."""
     widths = [0.7 + 0.08 * len(handle.get_label()) for handle in handles]  # approximately, in inches
-    for num_columns in range(len(handles), 0, -1):
-        columns = np.array_split(widths, num_columns)
-        if sum(max(column) for column in columns) <= figure.get_figwidth() or num_columns == 1:
-            figure.legend(
-                handles=list(handles), loc="outside upper center", ncols=num_columns, frameon=False, fontsize=9
-            )
-            num_lines = -(-len(handles) // num_columns)
-            figure.set_figheight(figure.get_figheight() + 0.19 * max(num_lines - 2, 0))  # two lines fit without this
-            return
+    most = figure.get_figwidth()
+    fitting = (n for n in range(len(handles), 1, -1) if sum(map(max, np.array_split(widths, n))) <= most)
+    num_columns = next(fitting, 1)
+    figure.legend(handles=list(handles), loc="outside upper center", ncols=num_columns, frameon=False, fontsize=9)
+    num_lines = -(-len(handles) // num_columns)
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(num_lines - 2, 0))  # two lines fit without this
 
 
 # ---- loss against tokens
