@@ -34,6 +34,8 @@ import torch
 
 from slipstream import cli
 
+from .runs import in_session
+
 TIMEOUT_SECONDS = 90.0
 """After which a case counts as hung."""
 LASTING_SECONDS = 1.5
@@ -142,22 +144,12 @@ def _be_the_program(arguments: Sequence[str], folder: Path, out: Path, err: Path
         os._exit(code)
 
 
-def _left_over(group: int) -> int:
+def _left_over(session: int) -> int:
     """Stages end themselves when the process that started them is gone, but not in the same moment."""
     deadline = time.monotonic() + 20
-    while True:
-        alive = sum(_is_alive_in(group, entry) for entry in os.listdir("/proc") if entry.isdigit())
-        if not alive or time.monotonic() > deadline:
-            return alive
+    while (alive := len(in_session(session))) and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _is_alive_in(group: int, process: str) -> bool:
-    try:
-        state, _, its_group = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[:3]
-    except OSError:
-        return False
-    return int(its_group) == group and state not in "ZX"
+    return alive
 
 
 # ---- what counts as a violation

@@ -34,6 +34,8 @@ from slipstream.errors import NonFiniteError, PipelineError, StageFailure
 from slipstream.tools.bench.slices import sliced
 from slipstream.transport.base import Transport
 
+from .runs import is_running
+
 NUM_STAGES = 4
 TIMEOUT_SECONDS = 12.0
 SPARE_SECONDS = 10.0
@@ -129,15 +131,8 @@ def start(way: str, spring: str, folder: Path, device: str) -> list[subprocess.P
     return [process([], f"rank{r}", {"RANK": str(r), "LOCAL_RANK": str(r), **world}) for r in range(NUM_STAGES)]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def stages_alive(folder: Path) -> list[int]:
-    return [pid for path in folder.glob("rank?") if is_alive(pid := int(path.read_text() or "0"))]
+    return [pid for path in folder.glob("rank?") if is_running(pid := int(path.read_text() or "0"))]
 
 
 def try_fault(way: str, spring: str, device: str) -> list[str]:

@@ -49,10 +49,6 @@ class Kill:
     seconds: float = 0.0
     """From the kill to the end of all stages."""
 
-    @property
-    def lost(self) -> int:
-        return max(0, self.done - (self.resumed or 0))
-
 
 def train_with_kills(
     shape: Shape, num_kills: int, seed: int, folder: Path, expected: Path, say: Callable[[str], None] = print

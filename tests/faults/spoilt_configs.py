@@ -157,14 +157,8 @@ def _fitting_alone(dice: random.Random, folder: Path) -> Case:
 
 NEED_OTHERS = {
     *("pipeline.stages", "pipeline.microbatches", "pipeline.depth", "pipeline.layers_per_stage", "pipeline.schedule"),
-    *("pipeline.reshape", "pipeline.processes"),
-    *(
-        "optimizer.balance_rate",
-        "train.compute_dtype",
-        "train.device",
-        "optimizer.warmup_steps",
-        "optimizer.decay_steps",
-    ),
+    *("pipeline.reshape", "pipeline.processes", "optimizer.balance_rate", "train.compute_dtype", "train.device"),
+    *("optimizer.warmup_steps", "optimizer.decay_steps"),
 }
 SURE = {path: values for path, values in FITTING.items() if path not in NEED_OTHERS}
 SURE["pipeline.schedule"] = ["two_bw", "one_f_one_b", "gpipe", "pipedream"]
@@ -324,48 +318,12 @@ def _broken_command_line(dice: random.Random, folder: Path) -> Case:
     _write(folder / "here.toml", _toml(BASE).encode())
     words = ["train", *options(BASE)]
     junk = [
-        *(
-            "--train.steps",
-            "--train.steps=",
-            "--train.steps=1=2",
-            "--",
-            "-",
-            "---",
-            "--=",
-            "=",
-            "",
-            " ",
-            "-h ",
-            "--hlep",
-        ),
-        *(
-            "--train",
-            "--train.",
-            "--.steps",
-            "--TRAIN.STEPS",
-            "--train.steps.x",
-            "--no-train.compile",
-            "--run.overwrite",
-        ),
-        *(
-            "--run.no-overwrite",
-            "--no-run.overwrite",
-            "../here.toml",
-            "no.toml",
-            UNDECODABLE,
-            "--ü",
-            "--optimizer.arguments",
-        ),
-        *(
-            "--optimizer.arguments a",
-            "--pipeline.layers-per-stage",
-            "1",
-            "-1",
-            "1e400",
-            "None",
-            "--train.compute-dtype None",
-        ),
-        *("--version", "-v", "@file", "$HOME", "*", "\n", "--data.sources", "--train.compute_dtype", "--{train}.steps"),
+        *("--train.steps", "--train.steps=", "--train.steps=1=2", "--", "-", "---", "--=", "=", "", " ", "-h "),
+        *("--hlep", "--train", "--train.", "--.steps", "--TRAIN.STEPS", "--train.steps.x", "--no-train.compile"),
+        *("--run.overwrite", "--run.no-overwrite", "--no-run.overwrite", "../here.toml", "no.toml", UNDECODABLE, "--ü"),
+        *("--optimizer.arguments", "--optimizer.arguments a", "--pipeline.layers-per-stage", "1", "-1", "1e400"),
+        *("None", "--train.compute-dtype None", "--version", "-v", "@file", "$HOME", "*", "\n", "--data.sources"),
+        *("--train.compute_dtype", "--{train}.steps"),
     ]
     for _ in range(dice.choice([1, 1, 2, 4])):
         place = dice.randint(1 if dice.random() < 0.95 else 0, len(words))

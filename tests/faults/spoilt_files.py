@@ -237,14 +237,9 @@ def _train(settings: dict[str, Any]) -> list[str]:
 
 def _shard(dice: random.Random, folder: Path, templates: Path) -> Case:
     here = folder / "here"
-    for name in (
-        "web.train.00000.bin",
-        "web.train.00000.json",
-        "web.validation.00000.bin",
-        "web.validation.00000.json",
-    ):
-        shutil.copyfile(templates / name, here / name)
     names = ["web.train.00000.bin", "web.train.00000.bin", "web.train.00000.json", "web.validation.00000.json"]
+    for name in {*names, "web.validation.00000.bin"}:
+        shutil.copyfile(templates / name, here / name)
     path = here / dice.choice(names)
     words = _spoil(dice, path)
     settings: dict[str, Any] = {"data.sources": [dice.choice(["web.train.00000.bin", "*.bin", "."])]}
