@@ -143,8 +143,12 @@ def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelS
         )
     if corpus_vocab_size:
         given.setdefault("vocab_size", corpus_vocab_size)
-    whole = {name: int(value) if fields[name].type in ("int", int) else value for name, value in given.items()}
-    return cls(**whole)
+    for name, value in given.items():
+        if fields[name].type in ("int", int):
+            if not float(value).is_integer():
+                raise ConfigError(f"model.arguments.{name} = {value} is an int of {section.name}: write a whole number")
+            given[name] = int(value)
+    return cls(**given)
 
 
 def with_model(config: Config, model: ModelSpec) -> Config:

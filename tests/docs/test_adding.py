@@ -139,6 +139,10 @@ def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_a
         ("--model.name mymodels.ShiftModel --model.num-heads 4", "model.num_heads = 4 is no field of mymodels.Shift"),
         ("--model.name mymodels.ShiftModel --model.arguments width 4", "model.arguments.width is no field of mymodels"),
         (
+            "--model.name mymodels.ShiftModel --model.arguments hidden_dim 96.5",
+            "model.arguments.hidden_dim = 96.5 is an int of mymodels.ShiftModel: write a whole number",
+        ),
+        (
             "--model.name mymodels.ShiftModel --train.loss-chunk-tokens 8",
             "train.loss_chunk_tokens = 8 is not supported",
         ),
