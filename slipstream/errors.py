@@ -33,6 +33,6 @@ class StageFailure(RuntimeError):
             self.add_note(f"In the stage:\n{details}")  # shown when nobody catches it
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Returns kind and text of an error that others raised, however many lines it has."""
     return " ".join(f"{type(error).__name__}: {error}".split())

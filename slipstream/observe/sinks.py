@@ -83,14 +83,14 @@ class Guarded:
         self._sink: Sink | None = None
         try:
             self._sink = cls(folder, config)
-        except Exception as error:  # of a network, a full disk, or somebody else's code
+        except BaseException as error:  # of a network, a full disk, or somebody else's code, which may even exit
             self._give_up(error)
 
     def write(self, row: Row) -> None:
         try:
             if self._sink is not None:
                 self._sink.write(row)
-        except Exception as error:
+        except BaseException as error:
             self._give_up(error)
 
     def close(self) -> None:
@@ -98,12 +98,14 @@ class Guarded:
         try:
             if sink is not None:
                 sink.close()
-        except Exception as error:
+        except BaseException as error:
             self._give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         sink, self._sink = self._sink, None
         self._say(f"the sink {self._name} failed and is left out ({in_one_line(error)})")
-        with suppress(Exception):
+        with suppress(Exception, SystemExit):
             if sink is not None:
                 sink.close()
+        if isinstance(error, KeyboardInterrupt):  # perhaps that of a person
+            raise error

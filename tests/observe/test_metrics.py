@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -212,6 +213,18 @@ def test_a_sink_of_the_users_that_fails_is_one_line(tmp_path):
     said = []
     Guarded(Unlucky, tmp_path, {}, said.append)
     assert said == ["the sink Unlucky failed and is left out (ConnectionError: no route to the server)"]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_sink_of_the_users_that_exits_is_named(tmp_path, kind):
+    class Leaves(Unlucky):
+        def __init__(self, folder, config):
+            raise kind(3)
+
+    said = []
+    with pytest.raises(KeyboardInterrupt) if kind is KeyboardInterrupt else nullcontext():
+        Guarded(Leaves, tmp_path, {}, said.append)
+    assert said == [f"the sink Leaves failed and is left out ({kind.__name__}: 3)"]
 
 
 def test_a_line_tells_rate_norm_speed_and_what_is_left(tmp_path, capsys):
