@@ -375,7 +375,7 @@ class Executor:
         if not losses:
             return EvaluationReport(action.version - 1, None)
         waiting = lambda: f"the loss of {action}"  # noqa: E731
-        fetched = fetch(torch.stack(losses), self._transport.stage, self._transport.timeout_seconds, waiting)
+        fetched = fetch(torch.stack(losses).flatten(), self._transport.stage, self._transport.timeout_seconds, waiting)
         total, *parts = fetched.tolist()
         return EvaluationReport(
             action.version - 1, total, tuple(parts), () if sampler is None else sampler.continuations()

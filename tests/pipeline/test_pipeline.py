@@ -10,7 +10,7 @@ import torch
 from harness import Task, even_cut, forks, largest_difference, load_example, network, run_pipeline, run_reference
 from torch import Tensor, nn
 
-from slipstream import Group, Pipeline, launch
+from slipstream import Evaluation, Group, Pipeline, launch
 from slipstream.schedule import ScheduleError
 from slipstream.transport.base import gather_objects
 from slipstream.transport.thread import ThreadMesh
@@ -92,6 +92,15 @@ def test_an_optimizer_may_be_given_as_a_bare_factory():
     for weights in stages:
         for name, weight in weights.items():
             assert torch.equal(weight, expected[name])
+
+
+def test_a_loss_of_one_element_may_have_dimensions():
+    task, outcomes = network(), []
+    for loss in (task.loss, lambda outputs, targets: task.loss(outputs, targets).reshape(1, 1)):
+        evaluation = Evaluation(lambda batch: task.data(10**6, batch), 1)
+        own = Task(task.model, task.data, loss)
+        outcomes.append(run_pipeline(own, 2, ADAMW, num_microbatches=2, num_steps=2, evaluation=evaluation))
+    assert outcomes[0].evaluations == outcomes[1].evaluations
 
 
 @forks
