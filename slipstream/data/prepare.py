@@ -49,7 +49,7 @@ def _folder(folder: Path) -> Iterator[None]:
 def prepare(
     sources: Sequence[str],
     tokenizer: str,
-    output_prefix: str | Path,
+    output: str | Path,
     shard_tokens: int = 100_000_000,
     validation_fraction: float = 0.05,
     progress: Callable[[int, int | None], None] | None = None,
@@ -96,16 +96,15 @@ def prepare(
     for path in paths:
         if path.suffix == SHARD_SUFFIX:
             raise DataError(f"sources names {str(path)!r}, which is a token shard already: give text.")
-    prefix = expand_home(output_prefix)
+    prefix = expand_home(output)
     if prefix.name in ("", ".."):
         raise DataError(
-            f"output_prefix is {str(output_prefix)!r}, which names no file: write the beginning of a name, such as "
-            "data/web."
+            f"output is {str(output)!r}, which names no file: write the beginning of a name, such as data/web."
         )
     patterns = [f"{glob.escape(prefix.name)}.{split}.{'[0-9]' * 5}{SHARD_SUFFIX}" for split in SPLITS]
     stale = [old for pattern in patterns for old in sorted(prefix.parent.glob(pattern))]
     if stale and not overwrite:
-        raise DataError(f"output_prefix would overwrite {str(stale[0])!r}: choose another, or allow overwriting.")
+        raise DataError(f"output would overwrite {str(stale[0])!r}: choose another, or set overwrite.")
     chosen = load_tokenizer(tokenizer, end_of_text=end_of_text)
     texts: list[Text] = []
     held_out: list[Text] = []

@@ -222,8 +222,8 @@ def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tin
         ("prepare --output a", "sources is empty: give at least one file, folder or glob"),
         ("prepare no.txt --output a", "sources names 'no.txt', which does not exist"),
         ("prepare text.txt --output a --shard-tokens 0", "shard_tokens is 0: set it to 1 or more"),
-        ("prepare text.txt --output .", "output_prefix is '.', which names no file: write the beginning"),
-        ("prepare text.txt --output ../..", "output_prefix is '../..', which names no file: write the beginning"),
+        ("prepare text.txt --output .", "output is '.', which names no file: write the beginning"),
+        ("prepare text.txt --output ../..", "output is '../..', which names no file: write the beginning"),
         ("prepare text.txt --output text.txt/a", "output = 'text.txt' cannot be written (File exists): choose another"),
     ],
 )

@@ -38,7 +38,7 @@ def test_prepare_refuses_to_overwrite_unless_told_and_then_leaves_no_old_shard(t
     many = prepare(sources, "bytes", prefix, 300)
     bystander = tmp_path / "out" / "mix.train.mine.bin"
     bystander.write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"output_prefix would overwrite '.*mix\.train\.00000\.bin': choose another"):
+    with pytest.raises(DataError, match=r"output would overwrite '.*mix\.train\.00000\.bin': choose another"):
         prepare(sources, "bytes", prefix)
     few = prepare(sources, "bytes", prefix, overwrite=True)
     assert len(few) == 2 < len(many)
