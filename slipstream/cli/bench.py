@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> None:
     given = parse(BenchArguments, arguments, "slipstream bench")
     matrix = _gpu_matrix(given) if given.device == "cuda" else _cpu_matrix(given)
     if under_torchrun():
-        raise UsageError("slipstream bench starts its own processes: start it without torchrun")
+        raise UsageError("slipstream bench starts its own processes: start it without torchrun, or unset RANK")
     started = datetime.datetime.now(datetime.UTC)
     folder = given.output or Path("runs") / f"bench-{started:%Y%m%d-%H%M%S}"
     setting = matrix[0].gpu

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device = 'cuda' finds no CUDA device here: use train.device = 'cpu'")
     if under_torchrun():
-        raise UsageError("slipstream profile is one process: start it without torchrun")
+        raise UsageError("slipstream profile is one process: start it without torchrun, or unset RANK")
     check_folder("output", given.output)
     if given.share is not None:
         _check_share(given.share, config)

@@ -140,7 +140,7 @@ def _with_enough_microbatches(given: TuneArguments) -> TuneArguments:
 def _check(given: TuneArguments) -> tuple[float | None, float | None]:
     """Returns the shares for small models and for trials. None means that there are none."""
     if under_torchrun():
-        raise UsageError("slipstream tune is one process: start it without torchrun")
+        raise UsageError("slipstream tune is one process: start it without torchrun, or unset RANK")
     if given.tokens is not None and not 0 < given.tokens < math.inf:
         raise UsageError(f"tokens = {given.tokens} is invalid: use a number above 0")
     if (before := given.tokens_before) is not None and not (given.model.initial and 0 < before < math.inf):

@@ -41,24 +41,24 @@ def check_torchrun(config: Config) -> None:
     stages, replicas, num_started = config.pipeline.stages, config.pipeline.replicas, world_size()
     if config.pipeline.transport == "thread" and num_started > 1:
         raise ConfigError(
-            f"pipeline.transport = 'thread' keeps all stages in one process and torchrun started {num_started}: "
-            "set pipeline.transport = 'process', or leave torchrun out"
+            f"pipeline.transport = 'thread' keeps all stages in one process, and WORLD_SIZE = {num_started} were "
+            "started: set pipeline.transport = 'process', or start it without torchrun, or unset RANK"
         )
     if config.pipeline.transport == "thread" or (needed := num_processes(config)) == num_started:
         first_address()  # raises what is wrong with it
         return
     if needed != stages * replicas:
         raise ConfigError(
-            f"pipeline.processes or pipeline.reshape come to {needed} processes, and torchrun started {num_started}: "
-            f"start {needed}, or set pipeline.processes = {num_started}"
+            f"pipeline.processes or pipeline.reshape come to {needed} processes, and WORLD_SIZE = {num_started} "
+            f"were started: start {needed}, or set pipeline.processes = {num_started}"
         )
     if replicas > 1:
         raise ConfigError(
-            f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not the {num_started} processes that "
-            f"torchrun started: start {needed}, or change one of them"
+            f"pipeline.stages = {stages} x pipeline.replicas = {replicas} is not WORLD_SIZE = {num_started}, the "
+            f"number of processes that were started: start {needed}, or change one of them"
         )
     raise ConfigError(
-        f"pipeline.stages = {stages} is not the {num_started} processes that torchrun started: "
+        f"pipeline.stages = {stages} is not WORLD_SIZE = {num_started}, the number of processes that were started: "
         f"set pipeline.stages = {num_started}, or start {stages}"
     )
 

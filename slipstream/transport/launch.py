@@ -65,7 +65,8 @@ def launch(
     if under_torchrun() and not threads and (size := world_size()) != mesh.size:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise StageFailure(
-            f"torchrun started {size} processes for {num_stages} stages{replicas}: make the two numbers the same"
+            f"WORLD_SIZE = {size} processes were started for {num_stages} stages{replicas}: make the two numbers the "
+            "same"
         )
     return launch_world(
         partial(_in_one_layout, worker, mesh),

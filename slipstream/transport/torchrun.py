@@ -30,7 +30,7 @@ MEETING_PAUSE = 0.01
 def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
     size = world_size()
     if size != options.size:
-        raise StageFailure(f"torchrun started {size} processes and not {options.size}: make the two the same")
+        raise StageFailure(f"WORLD_SIZE = {size} processes were started and not {options.size}: make the two the same")
     _await_first_process(options.timeout_seconds)
     watch = None
     if not is_first_process() and not _launcher_keeps_store():

@@ -184,8 +184,12 @@ def test_a_mistake_in_the_file_is_one_sentence(text, sentence, here, capsys):
 @pytest.mark.parametrize(
     ("world_size", "mistake", "sentence"),
     [
-        ("3", ["--pipeline.transport", "process"], "pipeline.stages = 2 is not the 3 processes that torchrun started"),
-        ("2", [], "pipeline.transport = 'thread' keeps all stages in one process and torchrun started 2"),
+        (
+            "3",
+            ["--pipeline.transport", "process"],
+            "pipeline.stages = 2 is not WORLD_SIZE = 3, the number of processes",
+        ),
+        ("2", [], "pipeline.transport = 'thread' keeps all stages in one process, and WORLD_SIZE = 2 were started"),
     ],
 )
 def test_a_world_that_does_not_fit_is_refused(world_size, mistake, sentence, tiny, here, capsys, monkeypatch):

@@ -35,7 +35,9 @@ def run_study(grid: Grid, grid_path: Path, folder: Path, only: Sequence[str], jo
     """Runs the cells that have no record yet. Then writes cells.jsonl, table.md and the figures of all cells. only:
     names of optimizers to run. Empty means all."""
     if under_torchrun():
-        raise ConfigError("slipstream study is one process, or several by --jobs: start it without torchrun")
+        raise ConfigError(
+            "slipstream study is one process, or several by --jobs: start it without torchrun, or unset RANK"
+        )
     torch.set_num_threads(1)  # this process computes nothing, and fork is safe if there was never a second thread
     cells = list({cell.id: cell for cell in grid.cells}.values())
     optimizers = {cell.config.optimizer.name: None for cell in cells}
