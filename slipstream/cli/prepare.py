@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     try:
         with progress:
             shards = prepare(
-                output_prefix=given.output,
+                output=given.output,
                 progress=lambda done, total: progress.update(task, completed=done, total=total),
                 tell=lambda line: print(line, file=sys.stderr),
                 # All other options have the names of prepare's arguments.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,7 @@ from ..train.build import corpus_vocab_size
 from ..transport.environment import under_torchrun
 from .config_arguments import config_of, parse_with_config, write_to
 
+FILES = ("tuned.toml", "tune.json", "tune.html")
 FEW = 0.1
 """Share of the planned tokens below which weights to continue count as hardly trained."""
 
@@ -81,14 +83,15 @@ def main(arguments: list[str]) -> None:
         torch.set_num_threads(1)  # fork is safe if there was never a second thread
     if not trains_all(config):
         raise UsageError("adapter.rank and train.freeze are unknown to slipstream tune: its laws are of whole models")
-    needs_corpus = budget is not None or bool(config.model.initial)
-    model = model_of(config, corpus_vocab_size(config) if needs_corpus else 0)
-    size = Size.of(model)
-    tokens = given.tokens or float(TOKENS_PER_PARAMETER * model.num_active_parameters())
     name = Path(config.model.initial or config.model.hf or config.model.preset).name
     if config.model.name != "decoder":
         name = config.model.name.rpartition(".")[2]
     folder = given.output or Path(config.run.folder) / f"tune-{name}"
+    _check_output(folder)
+    needs_corpus = budget is not None or bool(config.model.initial)
+    model = model_of(config, corpus_vocab_size(config) if needs_corpus else 0)
+    size = Size.of(model)
+    tokens = given.tokens or float(TOKENS_PER_PARAMETER * model.num_active_parameters())
     laws = law_rows(config, size, tokens)  # raises now if the optimizer has none
     screen = Screen()
     screen.print(
@@ -296,19 +299,28 @@ def _print(screen: Screen, tuning: Tuning) -> None:
 
 def _write(tuning: Tuning, folder: Path, screen: Screen) -> None:
     head = f"# slipstream train {folder / 'tuned.toml'}\n# made by slipstream tune, {time.strftime('%Y-%m-%d')}\n"
-    texts = {
-        "tuned.toml": f"{head}\n{to_toml(tuning.config)}",
-        "tune.json": json.dumps(tuning.tree(), indent=1) + "\n",
-        "tune.html": page(tuning),
-    }
+    texts = f"{head}\n{to_toml(tuning.config)}", json.dumps(tuning.tree(), indent=1) + "\n", page(tuning)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
+        for name, text in zip(FILES, texts, strict=True):
             (folder / name).write_text(text, encoding="utf-8")
 
     write_to("output", folder, write)
-    screen.print(f"\n{folder}: {', '.join(texts)}\n\n  slipstream train {folder / 'tuned.toml'}")
+    screen.print(f"\n{folder}: {', '.join(FILES)}\n\n  slipstream train {folder / 'tuned.toml'}")
+
+
+def _check_output(folder: Path) -> None:
+    """Raises a UsageError now if the folder or its files could not be written at the end."""
+
+    def probe() -> None:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        tempfile.TemporaryFile(dir=there).close()
+        for name in FILES:
+            if (folder / name).exists():
+                (folder / name).open("ab").close()
+
+    write_to("output", folder, probe)
 
 
 def _make(folder: Path) -> None:

@@ -146,6 +146,8 @@ class Laboratory:
                 self._keep(record)
             else:
                 missing[trunk.id] = trunk
+        if not self.records and (others := list(self._folder.glob("*.json"))):
+            self._say(f"trunks of other text or settings in {self._folder}, which are not used: {len(others)}")
         for record in self._run(missing.values()):
             write_file(self._folder / f"{record.id}.json", [f"{json.dumps(asdict(record))}\n".encode()])
             self._keep(record)

@@ -188,6 +188,25 @@ def test_other_text_under_the_same_name_makes_another_trunk(tmp_path):
     assert trunk_id() != first
 
 
+def test_trunks_of_other_text_in_the_folder_are_told(tmp_path, fake, capsys):
+    (tmp_path / "trunks").mkdir()
+    (tmp_path / "trunks" / "of-other-text.json").touch()
+    assert tune("--budget", "60%", "--output", str(tmp_path), config=SMALL, tokens=5e7) == 0
+    said = capsys.readouterr().out.splitlines()
+    line = said.index(f"trunks of other text or settings in {tmp_path / 'trunks'}, which are not used: 1")
+    assert said[line + 1].startswith("[1] ")
+
+
+@pytest.mark.parametrize("output", ["file", "file/tune", "."])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(output, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "model_of", lambda *_: pytest.fail("work was begun"))
+    Path("file").touch()
+    Path("tuned.toml").mkdir()
+    assert tune("--output", output) == 2
+    assert f"output = '{output}' cannot be written (" in capsys.readouterr().err
+
+
 def test_the_number_of_jobs_changes_nothing(tuned, tmp_path, fake, monkeypatch):
     monkeypatch.setattr(fitting, "NUM_SAMPLES", 16)
     out = tmp_path / "out"
