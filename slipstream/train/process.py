@@ -56,8 +56,8 @@ class LaunchFacts:
     """Whether the run is already finished, so that nothing is left to do."""
 
 
-def train_process(world: World, config: Config, facts: LaunchFacts, signals: SignalRequests | None = None) -> None:
-    """Trains in one process (or thread) of a run, through all layouts of the run.
+def train_process(world: World, config: Config, facts: LaunchFacts, signals: SignalRequests | None = None) -> bool:
+    """Trains in one process (or thread) of a run, through all layouts of the run. Returns whether SIGINT stopped it.
 
     signals: requests shared by all threads. None means that this process handles signals itself.
     """
@@ -67,7 +67,7 @@ def train_process(world: World, config: Config, facts: LaunchFacts, signals: Sig
     if (message := difference(world.as_first("configuration", own), own, world.rank)) is not None:
         raise PipelineError(world.fail(message))
     if facts.is_over:
-        return
+        return False
     store = checkpoint_store(config, run_folder(config), facts.attempt)
     found = None if facts.resumed_at is None else store.open(facts.resumed_at, verify=False)
     run = Run(
@@ -87,6 +87,7 @@ def train_process(world: World, config: Config, facts: LaunchFacts, signals: Sig
         del pipeline  # frees its memory as soon as its state has been moved
     for writer in run.writers:
         writer.wait()
+    return run.signals.was_interrupted
 
 
 @dataclass

@@ -74,7 +74,7 @@ def train(config: Config) -> None:
     layout = Layout.of(config)
     is_fixed = num_processes(config) == layout.size and not layout_changes(config)
     try:
-        launch_world(
+        were_interrupted = launch_world(
             partial(train_process, config=config, facts=facts, signals=signals),
             num_processes(config),
             mesh=layout.mesh(config) if is_fixed else None,
@@ -90,5 +90,5 @@ def train(config: Config) -> None:
     finally:
         if signals is not None:
             signals.close()
-    if signals is not None and signals.was_interrupted:
+    if any(were_interrupted):
         raise KeyboardInterrupt

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -157,6 +158,19 @@ def test_an_interrupt_saves_and_ends(tiny, transport):
         os.kill(training.pid, signal.SIGINT)
         assert training.end() == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")
     assert list(Path(tiny.run.folder, tiny.run.name, "checkpoints").glob("step-*/manifest.json"))
+
+
+@linux
+@forks
+def test_an_interrupt_of_a_rank_that_was_started_by_hand_saves_and_ends(tiny, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    for name, value in world.items():
+        monkeypatch.setenv(name, str(value))
+    with running(tiny, "--pipeline.stages", "1") as training:
+        os.kill(training.pid, signal.SIGINT)
+        assert training.end() == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")
 
 
 @linux
