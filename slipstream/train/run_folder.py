@@ -70,6 +70,14 @@ def make_folder(folder: Path, config: Config, components: Components, keep: bool
         raise unwritable(folder, error) from error
 
 
+def discard_unstarted(folder: Path) -> None:
+    """Removes the folder of a run that has trained nothing, so that its name can be used again. For example, a rank did
+    not come."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {"config.toml", "tokenizer.json"}:
+            shutil.rmtree(folder)
+
+
 def unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"run.folder = {str(folder.parent)!r} cannot take the folder {folder.name!r} ({error.strerror}): use another"

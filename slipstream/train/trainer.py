@@ -26,7 +26,7 @@ from .preflight import check_machine
 from .process import LaunchFacts, train_process
 from .reshape import check_layout
 from .resume import changes, keep_configuration, newest
-from .run_folder import check_folder, has_summary, make_folder, run_folder
+from .run_folder import check_folder, discard_unstarted, has_summary, make_folder, run_folder
 
 
 def train(config: Config) -> None:
@@ -87,6 +87,10 @@ def train(config: Config) -> None:
             start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
             forwarded=SIGNALS,
         )
+    except BaseException as error:
+        if is_first and error.__cause__ is None and not getattr(error, "details", ""):  # no traceback goes there
+            discard_unstarted(folder)
+        raise
     finally:
         if signals is not None:
             signals.close()

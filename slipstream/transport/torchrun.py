@@ -44,7 +44,7 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
             raise StageFailure(
                 f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT = {host}:{port} ({error}): give its own "
                 "address, and a port that nothing else uses"
-            ) from error
+            ) from None
         raise StageFailure(f"stage {os.environ['RANK']} does not find the others: {error}") from error
     try:
         word = meet(store, rank, size, options.timeout_seconds)

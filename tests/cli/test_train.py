@@ -416,6 +416,7 @@ def test_the_first_rank_names_one_that_does_not_come(tiny):
         r"with this address, or correct WORLD_SIZE\n",
         said[0],
     )
+    assert not Path(tiny.run.folder, "by hand").exists()  # which would be in the way of the next try
 
 
 def test_a_stopped_first_rank_ends_the_others_in_time(tiny):
