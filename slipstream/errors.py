@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UsageError(ValueError):
     """The user asked for something that cannot be done; the command line exits with code 2."""
@@ -31,6 +33,12 @@ class StageFailure(RuntimeError):
         self.details = details
         if details:
             self.add_note(f"In the stage:\n{details}")  # shown when nobody catches it
+
+
+def first_of(faults: Sequence[str], most: int = 4) -> str:
+    """Returns the first faults as one text, and the number of those that it leaves out."""
+    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
+    return "; ".join(faults[:most]) + more
 
 
 def in_one_line(error: BaseException) -> str:

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import first_of
+
 FACTS = ("optimizer", "groups", "coefficients")
 """Kinds of data that a state holds in addition to its tensors."""
 TENSOR = "tensor"
@@ -140,4 +142,4 @@ def check_names(found: Mapping[str, torch.Size], expected: Mapping[str, torch.Si
         if name in found and found[name] != shape
     ]
     if faults:
-        raise StateError("; ".join(faults))
+        raise StateError(first_of(faults))

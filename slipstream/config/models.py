@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint import CheckpointError
 from ..checkpoint.hugging_face import WeightFolder
-from ..errors import ConfigError
+from ..errors import ConfigError, first_of
 from ..model.adapters import Lora, PartlyTrained
 from ..model.hugging_face import fields_of, misfits
 from ..model.presets import PRESETS, ModelConfig
@@ -24,8 +24,6 @@ from .schema import AdapterSection, Config, ModelSection
 MAX_INITIAL_LENGTH = 4096
 """Longest sequences of a model that starts from a folder, unless model.sequence_length is given: published models allow
 more positions than most people train with."""
-MAX_FAULTS = 12
-"""Number of tensors that an error names."""
 
 
 def model_of(config: Config, corpus_vocab_size: int) -> ModelSpec:
@@ -98,8 +96,9 @@ def _initial(config: Config) -> ModelSpec:
     except CheckpointError as error:
         raise ConfigError(f"{where} has no weights that can be read ({error}): give another folder") from error
     if faults:
-        more = f"; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
-        raise ConfigError(f"{where} does not fit its config.json: {'; '.join(faults[:MAX_FAULTS])}{more}")
+        raise ConfigError(
+            f"{where} does not fit its config.json ({first_of(faults)}): give the folder of a whole model"
+        )
     return model
 
 

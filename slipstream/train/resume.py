@@ -22,7 +22,7 @@ from ..config.rules import schedule_of
 from ..config.schema import Config
 from ..config.toml import build, flat
 from ..data import Batches, Tokens
-from ..errors import ConfigError
+from ..errors import ConfigError, first_of
 from ..model.spec import ModelSpec
 from ..optim import RECIPES
 from ..optim.groups import assign
@@ -148,7 +148,10 @@ def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
         _check_versions(found, schedule_of(config), expected)
         _check_optimizers(found, config, expected)
     except StateError as error:
-        raise ConfigError(f"{where} does not fit the configured model: {error}") from error
+        raise ConfigError(
+            f"{where} does not fit the configured model: {error}: make model and optimizer what they were, or set "
+            "run.name to another run"
+        ) from error
 
 
 def _check_frozen(found: Checkpoint, config: Config, model: ModelSpec, where: str) -> None:
@@ -209,7 +212,7 @@ def _check_optimizers(found: Checkpoint, config: Config, expected: Mapping[str, 
     is_known = config.optimizer.name in ("muon", "adamw", *RECIPES)
     tensors, kept = found.names(), state_of(found).facts["optimizer"]
     if missing := [f"the optimizer's state of {name} is missing" for name in expected if name not in kept]:
-        raise StateError("; ".join(missing))
+        raise StateError(first_of(missing))
     toys = [(name, nn.Parameter(torch.ones(TOY_SHAPE[: len(shape)]))) for name, shape in expected.items()]
     for _, toy in toys:
         toy.grad = torch.ones_like(toy)

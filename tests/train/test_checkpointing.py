@@ -153,7 +153,7 @@ def test_where_there_is_no_checkpoint_a_run_begins(base, capsys):
     ({"train__microbatch_size": 4}, r"step 12 was made with sequences per step 8, and this configuration comes to 16"),
     ({"train__seed": 5}, r"was made with seed 0, and this configuration comes to 5"),
     ({"train__steps": 11}, r"train.steps = 11 is less than the 12 steps that are made already"),
-    ({"model__num_layers": 3}, r"does not fit the configured model: block2\S+ is missing; block2"),
+    ({"model__num_layers": 3}, r"configured model: (block2\S+ is missing; ){4}and 5 more: make model and optimizer wh"),
     ({"model__num_layers": 1}, r"does not fit the configured model: .*block1"),
     ({"model__hidden_dim": 24}, r"does not fit the configured model: .*block0.mlp.\S+ is \(.*32.*\), not \(.*24.*\)"),
 ])  # fmt: skip
