@@ -17,8 +17,10 @@ from ..config.optimizers import parameter_groups
 from ..config.rules import validate
 from ..config.schema import Config, DataConfig
 from ..config.toml import load_toml
+from ..data import known_vocab_size
 from ..errors import UsageError
 from ..model.spec import ModelSpec
+from ..observe.console import Screen
 from ..train.build import corpus_vocab_size
 from .parse import parse
 
@@ -43,12 +45,18 @@ def config_of(given: Config) -> Config:
 
 
 def model_of_run(config: Config) -> ModelSpec:
-    """Returns the model that a run would train. A user's own model has the vocabulary of the corpus, if the
-    configuration names one and does not set the vocabulary."""
-    section = config.model
-    is_open = section.vocab_size is None and "vocab_size" not in section.arguments
-    takes_that_of_corpus = section.name != "decoder" and is_open and config.data != DataConfig()
-    return model_of(config, corpus_vocab_size(config) if takes_that_of_corpus else 0)
+    """Returns the model that a run would train. Its vocabulary follows the corpus, if the configuration names one and
+    does not set the vocabulary."""
+    section, size = config.model, 0
+    if section.vocab_size is None and "vocab_size" not in section.arguments and config.data != DataConfig():
+        if section.name != "decoder":
+            size = corpus_vocab_size(config)
+        else:
+            try:
+                size = known_vocab_size(config.data)
+            except (ValueError, OSError) as error:
+                Screen().print(f"the corpus cannot be read here, and may have more token ids than the preset: {error}")
+    return model_of(config, size)
 
 
 def check_folder(name: str, path: Path) -> None:

@@ -3,7 +3,7 @@ get the same batches."""
 
 from .batches import Batches, ValidationBatches, validation_batches
 from .codec import Codec, codec_of_corpus
-from .corpus import Corpus, DataConfig, load_corpus
+from .corpus import Corpus, DataConfig, known_vocab_size, load_corpus
 from .loaders import corpus_of
 from .mixture import Source
 from .prepare import prepare
@@ -22,6 +22,7 @@ __all__ = [
     "ValidationBatches",
     "codec_of_corpus",
     "corpus_of",
+    "known_vocab_size",
     "load_corpus",
     "prepare",
     "text_size",

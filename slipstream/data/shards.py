@@ -67,7 +67,7 @@ def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardI
     token_dtype: dtype of the ids if neither a sidecar nor a header tells it.
     """
     has_index = shard.with_suffix(INDEX_SUFFIX).exists()
-    info = _read_sidecar(sidecar(shard)) if sidecar(shard).exists() and not has_index else None
+    info = read_sidecar(sidecar(shard)) if sidecar(shard).exists() and not has_index else None
     if info is None and (found := foreign_shard(shard)) is not None:
         return _map_foreign(shard, found, token_dtype)
     if info is None and token_dtype is None:
@@ -123,7 +123,7 @@ def _chunks(ids: np.ndarray) -> Iterator[np.ndarray]:
     return (ids[start : start + _CHUNK_TOKENS] for start in range(0, len(ids), _CHUNK_TOKENS))
 
 
-def _read_sidecar(path: Path) -> ShardInfo:
+def read_sidecar(path: Path) -> ShardInfo:
     try:
         info = ShardInfo(**json.loads(read_plain_file(path)))
     except (ValueError, TypeError, RecursionError) as error:

@@ -14,12 +14,14 @@ from rich.console import Console
 from settings import changed
 
 from slipstream.cli import plan as command
+from slipstream.cli.config_arguments import model_of_run
 from slipstream.cli.dispatch import run
 from slipstream.cli.parse import parse
 from slipstream.config.defaults import settled
 from slipstream.config.models import model_of
 from slipstream.config.rules import validate
 from slipstream.config.schema import Config, OptimizerSection
+from slipstream.data import prepare
 from slipstream.errors import RunFailure
 from slipstream.model.decoder import layer_costs
 from slipstream.model.registry import preset
@@ -466,3 +468,17 @@ def test_a_plan_says_how_much_of_the_devices_is_used_and_how_long_a_budget_takes
 def test_a_budget_that_is_none_is_refused(capsys, tokens):
     said = refusal(capsys, "plan", "--devices", "2", "--tokens", tokens, *SMALL)
     assert f"tokens = {float(tokens)} is invalid: use a number above 0" in said
+
+
+def test_a_preset_is_planned_with_the_vocabulary_of_the_shards_if_they_are_here(
+    tmp_path, text_file, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    prepare([str(text_file)], "bytes", "web")
+    for path in tmp_path.glob("*.json"):
+        path.write_text(path.read_text().replace('"vocab_size": 256', '"vocab_size": 60000'))
+    config = changed(Config(), model__preset="tiny", data__sources=("web.train.*.bin",))
+    assert model_of_run(config).vocab_size == 60000
+    assert model_of_run(changed(config, model__vocab_size=300)).vocab_size == 300 and not capsys.readouterr().out
+    assert model_of_run(changed(config, data__sources=("elsewhere.bin",))).vocab_size == 256
+    assert "names 'elsewhere.bin', which does not exist" in capsys.readouterr().out
