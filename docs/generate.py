@@ -50,7 +50,8 @@ def commands() -> str:
         "# Command line",
         NOTE,
         "Every command explains itself with `--help`. A mistake in the arguments ends with one sentence and exit code "
-        "2. A run that fails ends with one sentence and exit code 1.",
+        "2. A run that fails ends with one sentence and exit code 1. A command that is interrupted (Ctrl-C, SIGTERM or "
+        "SIGHUP) ends with exit code 130, but `slipstream train` with 0 if SIGTERM or SIGHUP made it save and stop.",
         table(
             ["command", "what it does"],
             [[f"[`{name}`](#{name})", first_sentence(explanation(name))] for _, name in usages],

@@ -18,7 +18,7 @@
     slipstream completion bash
 
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
-and exit code 1.
+and exit code 1; an interrupt is exit code 130.
 """
 
 from __future__ import annotations
