@@ -13,7 +13,7 @@ from torch import Tensor
 from .base import Exchange, Gathering
 from .buckets import Bucket
 from .link import Waiting
-from .nccl import Circle
+from .nccl import Circle, all_gather
 from .shared_memory import Assembly
 
 WaitFor = Callable[[Any, Waiting], None]
@@ -51,7 +51,7 @@ class CircleGathering(Gathering):
         flat = self.tensor.contiguous().view(-1)
         gathered = flat.new_empty(self.num_stages * flat.numel())
         self.circle.run(
-            lambda: [dist.all_gather_into_tensor(gathered, flat, group=self.circle.group, async_op=True)], waiting
+            lambda: [all_gather(gathered, flat, group=self.circle.group, async_op=True)], waiting
         )
         return [part.view_as(self.tensor) for part in gathered.chunk(self.num_stages)]
 

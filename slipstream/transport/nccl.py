@@ -52,6 +52,8 @@ from .wire import Wire
 FOREVER = timedelta(days=365)
 """Time-out of groups whose waits have a time limit elsewhere. If NCCL's own time-out expires, NCCL ends the process
 with a core dump."""
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Gathers one tensor of every rank in one tensor. torch 2.13 has the first name and warns of the second."""
 LINK_BLOCKS = 2
 """Number of thread blocks, and so the maximum number of multiprocessors, that one transfer between stages may
 occupy."""
@@ -272,7 +274,7 @@ class Circle:
             lambda: dist.all_reduce(number, group=self.group, async_op=True),
             lambda: dist.reduce(number, self._first, group=self.group, async_op=True),
             lambda: dist.broadcast(number, self._first, group=self.group, async_op=True),
-            lambda: dist.all_gather_into_tensor(number, number[:1].clone(), group=self.group, async_op=True),
+            lambda: all_gather(number, number[:1].clone(), group=self.group, async_op=True),
         ):
             work = post()
             assert work is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -175,9 +176,11 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    with suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
 
 
 def percent(value: float) -> str:

@@ -25,7 +25,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ...config.defaults import peak_rates_of, settled
 from ...config.files import read_plain_file
@@ -37,7 +37,12 @@ from .cell import Cell
 
 BUILTIN = Path(__file__).with_name("quick.toml")
 
-LIST_FIELDS = ("delays", "data.sources", "data.weights", "data.validation_sources", "pipeline.layers_per_stage")
+LIST_FIELDS = {"delays"} | {
+    f"{section}.{name}"
+    for section, fields_of in get_type_hints(Config).items()
+    for name, hint in get_type_hints(fields_of).items()
+    if "tuple" in str(hint)
+}
 """Fields whose value is a list of its own."""
 
 MODES: dict[str, dict[str, Any]] = {

@@ -118,6 +118,8 @@ def test_a_field_that_is_a_list_takes_one_list_or_a_list_of_lists() -> None:
     assert [c.config.pipeline.layers_per_stage for c in several] == [(1, 3), (3, 1)]
     sources = cells_of('[[grid]]\ndata.sources = [["a", "b"], ["c"]]')
     assert [c.config.data.sources for c in sources] == [("a", "b"), ("c",)]
+    [scaled] = cells_of("[[grid]]\nmodel.rope_scaling = [8.0, 1.0, 4.0, 8192.0]")
+    assert scaled.config.model.rope_scaling == (8.0, 1.0, 4.0, 8192.0)
     weights = cells_of('[config.data]\nsources = ["a", "b"]\n[[grid]]\ndata.weights = [[0.7, 0.3], [0.5, 0.5]]')
     assert [c.config.data.weights for c in weights] == [(0.7, 0.3), (0.5, 0.5)]
 
