@@ -50,9 +50,7 @@ class CircleGathering(Gathering):
     def wait(self, waiting: Waiting) -> list[Tensor]:
         flat = self.tensor.contiguous().view(-1)
         gathered = flat.new_empty(self.num_stages * flat.numel())
-        self.circle.run(
-            lambda: [all_gather(gathered, flat, group=self.circle.group, async_op=True)], waiting
-        )
+        self.circle.run(lambda: [all_gather(gathered, flat, group=self.circle.group, async_op=True)], waiting)
         return [part.view_as(self.tensor) for part in gathered.chunk(self.num_stages)]
 
 
