@@ -44,8 +44,7 @@ def pages() -> dict[str, str]:
 
 
 def commands() -> str:
-    assert dispatch.__doc__ is not None
-    usages = re.findall(r"^    (slipstream (\S+).*)$", dispatch.__doc__, re.MULTILINE)
+    usages = re.findall(r"^    (slipstream (\S+).*)$", dispatch.USAGE, re.MULTILINE)
     parts = [
         "# Command line",
         NOTE,

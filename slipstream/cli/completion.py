@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from .parse import options_of, parse
+from .parse import flag, options_of, parse
 
 SCRIPT = """{zsh}_slipstream() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> None:
     from .dispatch import COMMANDS
 
     given = parse(CompletionArguments, arguments, "slipstream completion")
-    cases = (f'            {name}) words="{" ".join(_flags(arguments_of(name)))}" ;;' for name in COMMANDS)
+    flags = {name: " ".join(["--help", *map(flag, options_of(arguments_of(name)))]) for name in COMMANDS}
+    cases = (f'            {name}) words="{words}" ;;' for name, words in flags.items())
     zsh = "autoload -U +X bashcompinit && bashcompinit\n" if given.shell == "zsh" else ""
     print(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), cases="\n".join(cases)), end="")
 
@@ -51,13 +52,9 @@ def arguments_of(command: str) -> Any:
     from ..config.schema import Config
 
     module = import_module(f".{command}", __package__)
-    own = [
+    own = (
         value
         for name, value in vars(module).items()
         if name.endswith("Arguments") and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
-    ]
-    return own[0] if own else Config
-
-
-def _flags(cls: Any) -> list[str]:
-    return ["--help", *(f"--{path.replace('_', '-')}" for path in options_of(cls))]
+    )
+    return next(own, Config)

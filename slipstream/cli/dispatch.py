@@ -1,4 +1,24 @@
-"""The commands of Slipstream:
+"""Finds the command that the user names, runs it, and turns an error into one line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import NoReturn
+
+from rich.console import Console
+
+from ..errors import RunFailure, UsageError
+from ..transport.environment import under_torchrun
+
+USAGE = """The commands of Slipstream:
 
     slipstream init [PRESET]
     slipstream train [CONFIG.toml] [--section.field value ...]
@@ -20,42 +40,7 @@
 Each explains itself with --help. A user's mistake is one sentence and exit code 2; a stage that failed is one sentence
 and exit code 1; an interrupt is exit code 130.
 """
-
-from __future__ import annotations
-
-import difflib
-import io
-import os
-import signal
-import sys
-from collections.abc import Sequence
-from importlib import import_module
-from importlib.metadata import version
-from typing import NoReturn
-
-from rich.console import Console
-
-from ..errors import RunFailure, UsageError
-from ..transport.environment import under_torchrun
-
-COMMANDS = (
-    "init",
-    "train",
-    "tune",
-    "reshape",
-    "schedule",
-    "plan",
-    "profile",
-    "bench",
-    "study",
-    "report",
-    "timeline",
-    "prepare",
-    "export",
-    "generate",
-    "eval",
-    "completion",
-)
+COMMANDS = tuple(re.findall(r"^    slipstream (\S+)", USAGE, re.MULTILINE))
 """Names of all commands. Each is a module of this package that has a function `main(arguments)`."""
 
 
@@ -80,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     command = arguments[0] if arguments else "--help"
     try:
         if command in ("-h", "--help"):
-            print(__doc__, flush=True)
+            print(USAGE, flush=True)
             return 0
         if command == "--version":
             print(f"slipstream {version('slipstream')}", flush=True)

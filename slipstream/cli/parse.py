@@ -10,6 +10,7 @@ import inspect
 import io
 import os
 import typing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,6 +68,11 @@ def parse(
     return given
 
 
+def flag(path: str) -> str:
+    """Returns the option of a field, by its dotted path."""
+    return f"--{path.replace('_', '-')}"
+
+
 def options_of(cls: Any, where: str = "") -> dict[str, Any]:
     """Returns the type of every field, by its dotted path."""
     options: dict[str, Any] = {}
@@ -81,15 +87,13 @@ BOOLEANS = ("true", "false")
 def _capitalised(cls: Any, arguments: list[str]) -> list[str]:
     """Returns the arguments with True for true and False for false after an option that may also be not set: tyro takes
     only these."""
-    options, found = options_of(cls), list(arguments)
-    takes_none = {f"--{path}".replace("_", "-") for path, hint in options.items() if hint == bool | None}
-    for index, argument in enumerate(arguments):
-        option, _, value = argument.partition("=")
-        before = arguments[index - 1] if index else ""
-        if option.replace("_", "-") in takes_none and value in BOOLEANS:
-            found[index] = f"{option}={value.capitalize()}"
-        elif argument in BOOLEANS and before.replace("_", "-") in takes_none:
-            found[index] = argument.capitalize()
+    takes_none = {flag(path) for path, hint in options_of(cls).items() if hint == bool | None}
+    found = []
+    for before, argument in pairwise(["", *arguments]):
+        start, equals, value = argument.rpartition("=")
+        option = start if equals else before
+        is_taken = value in BOOLEANS and option.replace("_", "-") in takes_none
+        found.append(f"{start}{equals}{value.capitalize()}" if is_taken else argument)
     return found
 
 
@@ -113,7 +117,7 @@ def _explain(cls: Any, arguments: list[str], command: str) -> str:
         elif is_positional and is_needed:
             return f"{member.name.upper()} is missing: see {command} --help"
         elif is_needed and member.name not in given:
-            return f"--{member.name.replace('_', '-')} is missing: see {command} --help"
+            return f"{flag(member.name)} is missing: see {command} --help"
     return f"{' '.join(arguments)!r} is invalid: see {command} --help"
 
 
@@ -147,8 +151,7 @@ def _explain_unknown(argument: str, options: dict[str, Any], command: str) -> st
             "a configuration file comes before all options" if argument.endswith(".toml") else f"see {command} --help"
         )
         return f"{argument!r} belongs to no option: {remedy}"
-    flags = [f"--{path.replace('_', '-')}" for path in options]
-    close = difflib.get_close_matches(argument.partition("=")[0].replace("_", "-"), flags, n=1)
+    close = difflib.get_close_matches(argument.partition("=")[0].replace("_", "-"), map(flag, options), n=1)
     return f"option {argument} is unknown: " + (f"did you mean {close[0]}?" if close else f"see {command} --help")
 
 
