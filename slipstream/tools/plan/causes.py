@@ -4,6 +4,7 @@ replicas."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 
 from .predict import StageCosts, predict
@@ -24,10 +25,8 @@ def idle_causes(search: Search, option: Option) -> dict[str, float]:
     times = [predict(option.schedule, each, m).step_time for each in (even, at_once, costs)]
     points = [float(fmean(costs.work(m))), *times, option.step_time]
     names = ("filling and draining", "stages of unequal work", "links", "sums over replicas")
-    return {
-        name: (later - earlier) / option.step_time
-        for name, earlier, later in zip(names, points, points[1:], strict=False)
-    }
+    shares = ((later - earlier) / option.step_time for earlier, later in pairwise(points))
+    return dict(zip(names, shares, strict=True))
 
 
 def say_causes(search: Search, option: Option, causes: dict[str, float]) -> str:

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -90,11 +91,8 @@ class ModelCosts:
         return replace(self, layers=layers)
 
     def stages(self, layers_per_stage: Sequence[int], microbatch_size: int, latency: float) -> StageCosts:
-        scale = microbatch_size / self.microbatch_size
-        parts, first = [], 0
-        for size in layers_per_stage:
-            parts.append(self.layers[first : first + size])
-            first += size
+        scale, layers = microbatch_size / self.microbatch_size, iter(self.layers)
+        parts = [list(islice(layers, size)) for size in layers_per_stage]
         return StageCosts(
             forward=tuple(scale * sum(layer.forward for layer in part) for part in parts),
             backward_input=tuple(scale * sum(layer.backward_input for layer in part) for part in parts),

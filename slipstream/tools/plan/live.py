@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -164,15 +165,13 @@ def fuse_kernels(model: nn.Sequential, kernels: Kernels) -> None:
     It changes the layers instead of the context in which they run, because a recomputed layer runs during a backward,
     where no such mode is active."""
     for layer in model:
-        setattr(layer, "forward", _fused(layer.forward, kernels))  # noqa: B010 (mypy rejects an assignment to a method)
+        fused = partial(_run_fused, layer.forward, kernels)
+        setattr(layer, "forward", fused)  # noqa: B010 (mypy rejects an assignment to a method)
 
 
-def _fused(forward: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with _Fused(kernels):
-            return forward(*args)
-
-    return run
+def _run_fused(forward: Callable[..., Any], kernels: Kernels, *args: Any) -> Any:
+    with _Fused(kernels):
+        return forward(*args)
 
 
 class _Fused(TorchFunctionMode):

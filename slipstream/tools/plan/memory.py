@@ -24,7 +24,7 @@ same function as in a run, and the temporary memory is that of an update of as m
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -64,6 +64,7 @@ from .stage import (
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
+Memory = TypeVar("Memory", Passes, Update)
 ENDS = ("embedding.weight", "head.output.weight")
 """Names of the weights that are one weight if embeddings are tied."""
 
@@ -108,24 +109,22 @@ class MemoryModel:
         activations = round(stage.in_flight * passes.activations)
         owned = update.values if num_owners > 1 else passes.parameters
         masters = owned * dtypes.master.itemsize if stepping.separate else 0
-        gradients = passes.parameters * dtypes.gradient.itemsize
         tied, norm = self._reduction(stage, layers)
         replicas, summed = self._replicas(stage, passes.parameters, owned)
-        reduction_held = max(replicas, summed + tied)
         compute_work = max(passes.forward_work, passes.backward_work)
         update_work = summed + max(update.work, replicas, tied + norm)
         if has_slack:
             # The stage waits for gradients of other replicas, or of the stage with the tied weight, while it computes
             # the next microbatches.
-            work, overlap = max(compute_work + reduction_held, update_work), min(compute_work, update_work)
+            waited = max(replicas, summed + tied)
+            work, overlap = max(compute_work + waited, update_work), min(compute_work, update_work)
             # The sums over stages: a vector, and the tensors from which it is concatenated.
             overlap += 2 * 8 * num_sums(len(parameter_groups(self.config)))
         else:  # the update runs between two microbatches: the activations of the last one, or of all, are freed
             freed = activations if stage.traits.flushes else passes.activations
-            work, overlap = max(compute_work, update_work - freed), 0
+            waited, work, overlap = 0, max(compute_work, update_work - freed), 0
         # No update runs during an evaluation, but a sum may be in progress.
         evaluated = self._evaluated(stepping, num_owners, passes, owned)
-        waited = reduction_held if has_slack else 0
         most = work + overlap
         work = max(work, compute_work + waited + evaluated)
         return StageMemory(
@@ -133,7 +132,7 @@ class MemoryModel:
             + passes.frozen * dtypes.compute.itemsize
             + masters
             + passes.buffers,
-            gradients=gradients * (2 if has_slack else 1),
+            gradients=passes.parameters * dtypes.gradient.itemsize * (2 if has_slack else 1),
             optimizer=update.optimizer,
             activations=activations,
             messages=self._messages(stage, microbatch_size),
@@ -255,16 +254,10 @@ class MemoryModel:
         late, chunk = tuple(again for _, flags in kinds for again in flags[-few:]), self.config.train.loss_chunk_tokens
         result = self._play_passes(layers.few(few), microbatch_size, late, chunk)
         for blocks, flags in kinds:
-            for again, more in sorted(Counter(flags[:-few]).items()):
+            for again, more in Counter(flags[:-few]).items():
                 one, two = (self._play_passes(blocks(n), microbatch_size, (again,) * n, chunk) for n in (1, 2))
-                result = replace(
-                    result,
-                    parameters=result.parameters + more * (two.parameters - one.parameters),
-                    frozen=result.frozen + more * (two.frozen - one.frozen),
-                    working=result.working + more * (two.working - one.working),
-                    buffers=result.buffers + more * (two.buffers - one.buffers),
-                    activations=result.activations + more * (two.activations - one.activations),
-                )
+                grown = ("parameters", "frozen", "working", "buffers", "activations")
+                result = _with_more(result, more, one, two, grown)
         return result
 
     def update(self, layers: Layers, stepping: Stepping, num_owners: int = 1) -> Update:
@@ -282,18 +275,11 @@ class MemoryModel:
         few = self._blocks_of_a_stack()
         played = layers.few(few + 1)
         result = self._played_update(played, stepping)
-        for blocks, more in (
-            (dense_blocks, layers.dense - played.dense),
-            (sparse_blocks, layers.sparse - played.sparse),
-        ):
+        unplayed = (dense_blocks, layers.dense - played.dense), (sparse_blocks, layers.sparse - played.sparse)
+        for blocks, more in unplayed:
             if more:
                 before, after = (self._played_update(blocks(n), stepping) for n in (few, few + 1))
-                result = replace(
-                    result,
-                    optimizer=result.optimizer + more * (after.optimizer - before.optimizer),
-                    work=result.work + more * (after.work - before.work),
-                    values=result.values + more * (after.values - before.values),
-                )
+                result = _with_more(result, more, before, after, ("optimizer", "work", "values"))
         return result
 
     @once
@@ -437,6 +423,12 @@ class MemoryModel:
         first = 0 if layers.embedding else 1 if layers.blocks else 2
         last = len(whole) if layers.head else len(whole) - 1 if layers.blocks else 1
         return nn.Sequential(OrderedDict(list(whole.named_children())[first:last])), loss
+
+
+def _with_more(result: Memory, more: int, before: Memory, after: Memory, grown: Sequence[str]) -> Memory:
+    """Returns the result with more blocks, of which each adds as much as it does from `before` to `after`."""
+    changes = {name: getattr(result, name) + more * (getattr(after, name) - getattr(before, name)) for name in grown}
+    return replace(result, **changes)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

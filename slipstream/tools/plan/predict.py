@@ -77,10 +77,14 @@ class StageCosts:
         """Time of the whole backward."""
         return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
+    @property
+    def slot(self) -> tuple[float, ...]:
+        """Time of a forward and a whole backward."""
+        return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
+
     def work(self, num_microbatches: int) -> Seconds:
         """Returns for every stage the time that it computes in a step."""
-        slot = np.array(self.forward) + np.array(self.backward)
-        return num_microbatches * slot + np.array(self.update)
+        return num_microbatches * np.array(self.slot) + np.array(self.update)
 
 
 @dataclass(frozen=True)
@@ -232,8 +236,7 @@ def _asynchronous_step_time(costs: StageCosts, num_microbatches: int, depth: int
     as long as a forward. But such a small pipeline is simulated.
     """
     stages = np.arange(costs.num_stages)
-    slot, update = np.array(costs.forward) + np.array(costs.backward), np.array(costs.update)
-    before = np.concatenate([[0.0], np.cumsum(slot)])
+    update, before = np.array(costs.update), np.concatenate([[0.0], np.cumsum(costs.slot)])
     hops = stages[None, :] - stages[:, None]  # rows: from s, columns: to t
     trip = before[None, 1:] - before[:-1, None] + 2 * costs.latency * hops
     num_moved = depth * hops + 1

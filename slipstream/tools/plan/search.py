@@ -10,7 +10,7 @@ does not include the loss of efficiency of small matrix products.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -83,6 +83,10 @@ class Division:
     @property
     def num_stages(self) -> int:
         return len(self.layers_per_stage)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_replicas * self.num_microbatches * self.microbatch_size
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,7 @@ class Search:
 
     def unevenness(self, num_stages: int) -> float:
         """Returns the relative excess of the slowest stage's work over the mean."""
-        costs = self.costs.stages(self._cut(num_stages), 1, 0.0)
-        work = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+        work = self.costs.stages(self._cut(num_stages), 1, 0.0).slot
         return max(work) / (sum(work) / num_stages) - 1
 
     def _objection(self, name: str, num_stages: int, num_microbatches: int) -> str | None:
@@ -254,26 +257,24 @@ class Search:
             return "it overwrites the weights that recomputed blocks would need again"
         return why_not(name, num_stages, num_microbatches, self.model.num_layers + 2)
 
-    def stage_counts(self) -> Iterator[int]:
-        most = min(self.cluster.num_devices, self.model.num_layers + 2)
-        for count in range(2, most + 1):
-            if self.cluster.num_devices <= MAX_EVERY_COUNT or self.cluster.num_devices % count == 0:
-                yield count
+    def stage_counts(self) -> list[int]:
+        num_devices = self.cluster.num_devices
+        counts = range(2, min(num_devices, self.model.num_layers + 2) + 1)
+        return [count for count in counts if num_devices <= MAX_EVERY_COUNT or num_devices % count == 0]
 
     def _guess(self, name: str, division: Division) -> float:
         """Estimates the tokens per second: all microbatches pass through the slowest stage, and a share of filling and
         draining is idle. The estimate is exact only for equal stages."""
         num_stages, num_microbatches = division.num_stages, division.num_microbatches
         costs = self.stage_costs(division)
-        slots = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         # Links are hidden where more microbatches are in flight than there are stages.
         is_deep = endless(name, num_stages, num_microbatches).max_in_flight > num_stages
-        steady = max(slots) + (0.0 if is_deep else 2 * costs.latency)
+        steady = max(costs.slot) + (0.0 if is_deep else 2 * costs.latency)
         # With too few microbatches to fill the pipeline, every schedule that drains is idle for some time.
         few = 1 - num_microbatches / (2 * num_stages)
-        idle = max(IDLE.get(name, 1.0), few) * (sum(slots) - max(slots)) if traits_of(name).flushes else 0.0
+        idle = max(IDLE.get(name, 1.0), few) * (sum(costs.slot) - max(costs.slot)) if traits_of(name).flushes else 0.0
         step_time = max(num_microbatches * steady + idle + max(costs.update), self._sending(name, division))
-        tokens = self._sequences(division) * self.model.sequence_length
+        tokens = division.num_sequences * self.model.sequence_length
         return tokens / self._with_replicas(name, step_time, division)
 
     def _predict(self, schedule: str, division: Division) -> Option:
@@ -307,7 +308,7 @@ class Search:
         step_time: float,
         memory: tuple[StageMemory, ...],
     ) -> Option:
-        tokens_per_second = self._sequences(division) * self.model.sequence_length / step_time
+        tokens_per_second = division.num_sequences * self.model.sequence_length / step_time
         fits = max(stage.most for stage in memory) <= self.cluster.memory
         return Option(schedule, division, prediction, step_time, tokens_per_second, memory, fits, self.config)
 
@@ -365,9 +366,6 @@ class Search:
 
     def _stage_layers(self, layers: tuple[int, ...]) -> list[Layers]:
         return [layers_of(self.model, sum(layers[:i]), size) for i, size in enumerate(layers)]
-
-    def _sequences(self, division: Division) -> int:
-        return division.num_replicas * division.num_microbatches * division.microbatch_size
 
 
 def best_of(searches: Sequence[Search], schedule: str) -> Option | str:
