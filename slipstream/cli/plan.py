@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
 from ..observe.devices import DeviceKind, kind_of
-from ..tools.plan.advice import Advice, Given, advise
+from ..tools.plan.advice import GIB, Advice, Given, advise
 from ..tools.plan.budget import budget_sentence
 from ..tools.plan.costs import ModelCosts, estimate, find_device, measured_costs
 from ..tools.plan.fsdp import FSDP
@@ -38,7 +39,8 @@ from .config_arguments import (
     write_to,
 )
 
-GIB = 2**30
+GBPS = 1e9 / 8
+"""Bytes per second of a link of one gigabit per second."""
 SEQUENCES_PER_DEVICE = 8
 """Default number of sequences per device in a batch: enough to fill a pipeline."""
 MAX_DEVICES, MAX_SEQUENCES = 100_000, 2**20
@@ -120,7 +122,7 @@ def main(arguments: list[str]) -> None:
             progress.update(task, description=f"planning {name}")
             options[name] = best_of(searches, name)
             progress.advance(task)
-    advice = advise(searches, options, Given(path, default, asked, train_device))
+    advice = advise(searches, options, Given(path, default, asked))
     _print(screen, searches[0], device, options, advice, given.tokens)
     _write(given, searches[0], options, advice, screen)
 
@@ -181,16 +183,13 @@ def _device(given: PlanArguments, profile: Profile | None) -> DeviceKind:
 
 
 def _cluster(given: PlanArguments, device: DeviceKind, memory: float) -> Cluster:
-    def bytes_per_second(gigabits: float | None, default: float) -> float:
-        return default if gigabits is None else gigabits * 1e9 / 8
-
     return Cluster(
         given.devices,
         memory,
         given.latency_us / 1e6,
-        bytes_per_second(given.bandwidth_gbps, device.link_bandwidth),
+        given.bandwidth_gbps * GBPS if given.bandwidth_gbps else device.link_bandwidth,
         given.devices_per_node or device.node_size,
-        bytes_per_second(given.node_bandwidth_gbps, device.node_bandwidth),
+        given.node_bandwidth_gbps * GBPS if given.node_bandwidth_gbps else device.node_bandwidth,
     )
 
 
@@ -257,7 +256,7 @@ def _print(
         f"costs {search.costs.source}\n"
     )
     console = wide_console()
-    console.print(plan_table(search, options, advice.choice, console.width))
+    console.print(plan_table(options, advice.choice, console.width))
     screen.print(
         "\nP x R: stages and replicas. m x size: microbatches, and sequences in each. price: tokens to the same loss, "
         "compared with no delay.\n"
@@ -272,7 +271,6 @@ def _print(
         screen.print(sentence)
     if advice.choice is not None:
         screen.print(budget_sentence(search, device, advice.choice, tokens))
-    if advice.command:
         screen.print(f"\n  {advice.command}")
 
 
@@ -281,18 +279,16 @@ def _name(config: Config) -> str:
 
 
 def _gbps(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 8 / 1e9:,.0f} Gb/s"
+    return f"{bytes_per_second / GBPS:,.0f} Gb/s"
 
 
 def _write(
     given: PlanArguments, search: Search, options: dict[str, Option | str], advice: Advice, screen: Screen
 ) -> None:
     if given.json is not None:
-        path = given.json
         text = json.dumps(plan_tree(search, options, advice), indent=2) + "\n"
-        write_to("json", path, lambda: path.write_text(text, encoding="utf-8"))
-        screen.print(f"{path}: every schedule, every stage")
+        write_to("json", given.json, partial(given.json.write_text, text, encoding="utf-8"))
+        screen.print(f"{given.json}: every schedule, every stage")
     if given.figure is not None:
-        drawing = given.figure
-        write_to("figure", drawing, lambda: draw_plan(search, options, advice, drawing))
-        screen.print(f"{drawing}: the steps, and the memory of every stage")
+        write_to("figure", given.figure, partial(draw_plan, search, options, advice, given.figure))
+        screen.print(f"{given.figure}: the steps, and the memory of every stage")

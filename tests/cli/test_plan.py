@@ -25,8 +25,8 @@ from slipstream.data import prepare
 from slipstream.errors import RunFailure
 from slipstream.model.decoder import layer_costs
 from slipstream.model.registry import preset
-from slipstream.tools.plan import budget, search
 from slipstream.tools.plan import profile as profiling
+from slipstream.tools.plan import search
 from slipstream.tools.plan.causes import idle_causes
 from slipstream.tools.plan.costs import estimate, find_device
 from slipstream.tools.plan.memory import MemoryModel
@@ -459,7 +459,7 @@ def test_a_plan_says_how_much_of_the_devices_is_used_and_how_long_a_budget_takes
     flops = 3 * sum(layer_costs(model, model.sequence_length)) * row["tokens_per_second"]
     assert int(line[0]) == round(100 * flops / (2 * find_device("h200").flops))
     assert f"{20 * model.num_parameters():.3g} tokens (20 to a parameter) take" in plan(capsys, *words)
-    monkeypatch.setattr(budget, "price", lambda search, option: 2.0)
+    monkeypatch.setattr(search.Option, "token_price", 2.0)
     said = plan(capsys, *words, "--tokens", "1e15")
     assert f"(2e+15 with the delay's price) take {2 * days:,.1f} days.\n" in said
 

@@ -7,6 +7,7 @@ import shlex
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ...config.schema import Config
@@ -14,8 +15,8 @@ from . import savings
 from .causes import idle_causes, say_causes
 from .fsdp import FSDP
 from .predict import DOUBLE, traits_of
-from .price import token_price
 from .search import ALIKE, DATA_PARALLEL, Option, Search
+from .stage import StageMemory
 
 GIB = 2**30
 PREFERENCE = (DATA_PARALLEL, "one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
@@ -43,7 +44,6 @@ class Given:
     path: str | None
     default: Config
     config: Config
-    device: str
 
 
 def advise(searches: Sequence[Search], options: Mapping[str, Option | str], given: Given) -> Advice:
@@ -54,30 +54,21 @@ def advise(searches: Sequence[Search], options: Mapping[str, Option | str], give
     runnable = [option for option in fitting.values() if option.is_runnable]
     if not runnable:
         return _nothing_fits(searches[-1], found)
-    most = max(worth(search, option) for option in runnable)
+    most = max(option.worth for option in runnable)
     whole = fitting.get(DATA_PARALLEL)
-    if whole is not None and worth(search, whole) * (1 + MUCH) >= most:
+    if whole is not None and whole.worth * (1 + MUCH) >= most:
         choice = whole
     else:
-        alike = [option for option in runnable if worth(search, option) >= (1 - ALIKE) * most]
+        alike = [option for option in runnable if option.worth >= (1 - ALIKE) * most]
         choice = min(alike, key=lambda option: PREFERENCE.index(option.schedule))
     is_whole = choice.schedule == DATA_PARALLEL
     (own,) = [each for each in searches if each.config == choice.config]
     sentences = [
         *(_use_replicas(search, choice) if is_whole else _use_pipeline(own, choice, found, given)),
         *_beside_fsdp(search, choice, fitting.get(FSDP)),
-        *([] if is_whole else _beside_the_others(search, choice, fitting)),
+        *([] if is_whole else _beside_the_others(choice, fitting)),
     ]
     return Advice(tuple(sentences), choice, _command(choice, given))
-
-
-def worth(search: Search, option: Option) -> float:
-    """Returns tokens per second divided by the token price of the delay."""
-    return option.tokens_per_second / price(search, option)
-
-
-def price(search: Search, option: Option) -> float:
-    return token_price(search.config.optimizer, option.schedule, max(option.prediction.delay))
 
 
 def _use_replicas(search: Search, whole: Option) -> list[str]:
@@ -120,8 +111,8 @@ def _beside_fsdp(search: Search, choice: Option, fsdp: Option | None) -> list[st
         return []
     if fsdp is None:
         return ["FSDP would not fit."]
-    gain = fsdp.tokens_per_second / worth(search, choice) - 1
-    counted = ", the delay's price counted" if price(search, choice) > 1 else ""
+    gain = fsdp.tokens_per_second / choice.worth - 1
+    counted = ", the delay's price counted" if choice.token_price > 1 else ""
     makes = f"{fsdp.tokens_per_second:,.0f} tokens/s"
     if abs(gain) <= ALIKE:
         return [f"FSDP, which this trainer does not have, would be as fast ({makes}{counted}), with nothing to cut."]
@@ -134,33 +125,26 @@ def _beside_fsdp(search: Search, choice: Option, fsdp: Option | None) -> list[st
     ]
 
 
-def _beside_the_others(search: Search, best: Option, fitting: Mapping[str, Option]) -> list[str]:
-    sentences = []
+def _beside_the_others(best: Option, fitting: Mapping[str, Option]) -> list[str]:
+    sentences, optimizer, speed = [], best.config.optimizer, attrgetter("tokens_per_second")
     others = [fitting[name] for name in ("one_f_one_b", "gpipe") if name in fitting and name != best.schedule]
     if others and max(best.prediction.delay) > 0:
         gain = best.tokens_per_second / others[0].tokens_per_second - 1
         sentences.append(f"It is {gain:.1%} faster than {others[0].schedule}, which has no delay.")
-    if more := price(search, best) - 1:
-        feedback = "with error feedback" if search.config.optimizer.error_feedback else "without error feedback"
+    if more := best.token_price - 1:
+        feedback = "with error feedback" if optimizer.error_feedback else "without error feedback"
         sentences.append(
-            f"Its delay costs about {more:.0%} more tokens to the same loss with {search.config.optimizer.name} "
-            f"{feedback} (docs/results/delay.md; less in long runs of small steps), and that is counted here."
+            f"Its delay costs about {more:.0%} more tokens to the same loss with {optimizer.name} {feedback} "
+            "(docs/results/delay.md; less in long runs of small steps), and that is counted here."
         )
-    faster = [
-        option
-        for option in fitting.values()
-        if option.is_runnable and option.tokens_per_second > (1 + MUCH) * best.tokens_per_second
-    ]
-    if faster:
-        other = max(faster, key=lambda option: option.tokens_per_second)
+    other = max((option for option in fitting.values() if option.is_runnable), key=speed)
+    if other.tokens_per_second > (1 + MUCH) * best.tokens_per_second:
         sentences.append(
             f"{other.schedule} is {other.tokens_per_second / best.tokens_per_second - 1:.0%} faster, but its delay "
-            f"costs {price(search, other) - 1:.0%} more tokens to the same loss with {search.config.optimizer.name} "
+            f"costs {other.token_price - 1:.0%} more tokens to the same loss with {optimizer.name} "
             "(docs/results/delay.md; less in long runs of small steps)."
         )
-    fastest = max(
-        (option for option in fitting.values() if option.schedule != FSDP), key=lambda option: option.tokens_per_second
-    )
+    fastest = max((option for option in fitting.values() if option.schedule != FSDP), key=speed)
     if not fastest.is_runnable and (1 - ALIKE) * fastest.tokens_per_second > best.tokens_per_second:
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         sentences.append(f"{fastest.schedule} would be {gain:.1%} faster, but the trainer does not have it.")
@@ -181,14 +165,11 @@ def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
     ]
     if (fsdp := found.get(FSDP)) is not None and fsdp.fits:
         sentences.append(f"FSDP, which this trainer does not have, would: {fsdp.tokens_per_second:,.0f} tokens/s.")
-    for schedule in ("two_bw", "one_f_one_b"):
-        more = smallest.more_devices(schedule)
-        if more is not None:
-            sentences.append(
-                f"It needs more devices: {schedule} on {more.division.num_stages} stages would take "
-                f"{_gib(more.largest.most)} GiB of each."
-            )
-            break
+    if more := smallest.more_devices("two_bw") or smallest.more_devices("one_f_one_b"):
+        sentences.append(
+            f"It needs more devices: {more.schedule} on {more.division.num_stages} stages would take "
+            f"{_gib(more.largest.most)} GiB of each."
+        )
     else:
         sentences.append(
             "More devices alone do not help: the first stage of a pipeline holds a microbatch for every stage, in all "
@@ -198,7 +179,7 @@ def _nothing_fits(smallest: Search, found: Mapping[str, Option]) -> Advice:
     return Advice(tuple(sentences), None, None)
 
 
-def _parts(memory: Any) -> str:
+def _parts(memory: StageMemory) -> str:
     names = ("weights", "gradients", "optimizer", "activations", "messages")
     parts = [f"{_gib(getattr(memory, name))} {name}" for name in names]
     return ", ".join([*parts, f"{_gib(memory.work + memory.overlap)} work space"])
@@ -220,7 +201,7 @@ def _command(option: Option, given: Given) -> str:
         "pipeline.microbatches": division.num_microbatches,
         "pipeline.layers_per_stage": division.layers_per_stage,
         "train.microbatch_size": division.microbatch_size,
-        "train.device": given.device,
+        "train.device": option.config.train.device,
         "optimizer.sharded": option.config.optimizer.sharded and division.num_replicas > 1,
         "train.loss_chunk_tokens": option.config.train.loss_chunk_tokens,
         "train.recompute_every": option.config.train.recompute_every,

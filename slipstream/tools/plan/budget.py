@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...observe.devices import DeviceKind
-from .advice import price
 from .search import Option, Search
 
 TOKENS_PER_PARAMETER = 20
@@ -17,10 +16,9 @@ def budget_sentence(search: Search, device: DeviceKind, option: Option, tokens: 
     peak = search.cluster.num_devices * device.flops_in(search.memory_model.dtypes.compute)
     utilisation = option.tokens_per_second * search.model.flops_per_token() / peak
     budget = float(TOKENS_PER_PARAMETER * search.model.num_active_parameters()) if tokens is None else tokens
-    dearer = price(search, option)
-    needed = budget * dearer
+    needed = budget * option.token_price
     reasons = [f"{TOKENS_PER_PARAMETER} to a parameter"] if tokens is None else []
-    reasons += [f"{needed:.3g} with the delay's price"] if dearer > 1 else []
+    reasons += [f"{needed:.3g} with the delay's price"] if option.token_price > 1 else []
     said = f" ({'; '.join(reasons)})" if reasons else ""
     return (
         f"{option.schedule}: {utilisation:.0%} MFU; {budget:.3g} tokens"

@@ -11,7 +11,7 @@ shows which schedule and which cut are better, and the rough speed. `slipstream 
 from __future__ import annotations
 
 import os
-import time
+import timeit
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -65,12 +65,7 @@ def _measure_core(in_bf16: bool) -> DeviceKind:
 
 
 def _shortest(action: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(8):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(action, number=1, repeat=8))
 
 
 @dataclass(frozen=True)

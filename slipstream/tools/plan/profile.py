@@ -213,9 +213,10 @@ def _median(prepare: Callable[[], Any], action: Callable[[Any], Any], device: to
         result = action(value)
         end = _mark(device)
         del value, result
-        if repeat >= WARMUPS or (repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS):
+        is_enough = repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS
+        if repeat >= WARMUPS or is_enough:
             seconds.append(_between(start, end))
-        if repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS:
+        if is_enough:
             break
     return median(seconds)
 

@@ -22,6 +22,7 @@ from .fsdp import FSDP, fsdp_step
 from .memory import MemoryModel
 from .orders import NUM_CHUNKS
 from .predict import PLANNED, Prediction, StageCosts, endless, predict, traits_of, why_not
+from .price import token_price
 from .stage import Layers, Stage, StageMemory, layers_of
 
 ALIKE = 0.02
@@ -118,6 +119,16 @@ class Option:
         return 1 - busy / self.step_time
 
     @property
+    def token_price(self) -> float:
+        """Returns how many times the tokens of a run without delay it needs to the same loss."""
+        return token_price(self.config.optimizer, self.schedule, max(self.prediction.delay))
+
+    @property
+    def worth(self) -> float:
+        """Returns the tokens per second, divided by their price."""
+        return self.tokens_per_second / self.token_price
+
+    @property
     def is_runnable(self) -> bool:
         """Returns whether the trainer supports this option."""
         return self.schedule not in (*PLANNED, FSDP)
@@ -160,7 +171,7 @@ class Search:
         for place, layers in enumerate(sorted(fastest, key=lambda layers: -fastest[layers])):
             if layers != finest and self._keeps(layers) > self.cluster.memory:
                 continue
-            fast = [division for division, guess in guesses.items() if guess >= (1 - ALIKE) * fastest[layers]]
+            fast = (division for division, guess in guesses.items() if guess >= (1 - ALIKE) * fastest[layers])
             sizes = [division for division in fast if division.layers_per_stage == layers]
             smallest.append(self._predict(schedule, sizes[0]))
             if smallest[-1].fits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from ...train.layer_profile import Profile
-from .advice import Advice, price
+from .advice import GIB, Advice
 from .fsdp import FSDP
 from .savings import marks
 from .search import Option, Search
@@ -18,60 +18,56 @@ from .search import Option, Search
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "activations", "messages", "work", "overlap")
 # Colours of Okabe and Ito, which colour-blind readers can distinguish.
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0c8a8")
 
-
+Cells = Mapping[str, Callable[[Option], str]]
+COLUMNS: Cells = {
+    "schedule": lambda option: option.schedule,
+    "P x R": lambda option: f"{option.division.num_stages} x {option.division.num_replicas}",
+    "m x size": lambda option: f"{option.division.num_microbatches} x {option.division.microbatch_size}",
+    "bubble": lambda option: f"{option.bubble:.1%}",
+    "tokens/s": lambda option: f"{option.tokens_per_second:,.0f}",
+    "price": lambda option: f"{option.token_price:.2f}",
+    "GiB": lambda option: _gib(option.largest.most),
+    "with": lambda option: marks(option.config, 1 if option.schedule == FSDP else option.division.num_replicas),
+}
+"""The columns of the table. With a note they fit into 80 columns of a terminal."""
 WIDE = 150
 """Width of a terminal, in columns, from which the table includes the parts of the memory."""
-NARROW_COLUMNS = ("schedule", "P x R", "m x size", "bubble", "tokens/s", "price", "GiB", "with")
-WIDE_COLUMNS = ("step s", "weights", "grads", "optimizer", "activations", "other")
+WIDE_COLUMNS: Cells = {
+    "step s": lambda option: f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
+    "weights": lambda option: _gib(option.largest.weights),
+    "grads": lambda option: _gib(option.largest.gradients),
+    "optimizer": lambda option: _gib(option.largest.optimizer),
+    "activations": lambda option: _gib(option.largest.activations),
+    "other": lambda option: _gib(option.largest.messages + option.largest.work + option.largest.overlap),
+}
 
 
-def plan_table(search: Search, options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
-    """Returns the table. width: the width of the terminal in columns. The essential columns fit into 80."""
+def plan_table(options: Mapping[str, Option | str], choice: Option | None, width: int) -> Table:
+    """Returns the table. width: the width of the terminal in columns."""
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    names = [*NARROW_COLUMNS, *(WIDE_COLUMNS if width >= WIDE else ()), ""]
-    for name in names:
-        table.add_column(name, justify="left" if name in ("schedule", "with", "") else "right", no_wrap=name != "")
+    columns = {**COLUMNS, **(WIDE_COLUMNS if width >= WIDE else {})}
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("schedule", "with") else "right", no_wrap=True)
+    table.add_column("")
     for name, option in options.items():
         if isinstance(option, str):
-            table.add_row(name, *["-"] * (len(names) - 2), "cannot", style="dim")
+            table.add_row(name, *["-"] * (len(columns) - 1), "cannot", style="dim")
         else:
-            cells = _cells(search, option, option == choice, width >= WIDE)
-            table.add_row(*cells, style=None if option.fits else "dim")
+            cells = [cell(option) for cell in columns.values()]
+            table.add_row(*cells, _note(option, choice), style=None if option.fits else "dim")
     return table
 
 
-def _cells(search: Search, option: Option, is_choice: bool, is_wide: bool) -> list[str]:
-    memory, division = option.largest, option.division
-    notes = [] if option.fits else ["too big"]
-    if is_choice:
-        notes.append("<- best")
-    elif option.fits and not option.is_runnable:
-        notes.append("planned")
-    parts = [
-        f"{option.step_time:.3g}" if option.step_time < 1000 else f"{option.step_time:,.0f}",
-        _gib(memory.weights),
-        _gib(memory.gradients),
-        _gib(memory.optimizer),
-        _gib(memory.activations),
-        _gib(memory.messages + memory.work + memory.overlap),
-    ]
-    return [
-        option.schedule,
-        f"{division.num_stages} x {division.num_replicas}",
-        f"{division.num_microbatches} x {division.microbatch_size}",
-        f"{option.bubble:.1%}",
-        f"{option.tokens_per_second:,.0f}",
-        f"{price(search, option):.2f}",
-        _gib(memory.most),
-        marks(option.config, 1 if option.schedule == FSDP else division.num_replicas),
-        *(parts if is_wide else []),
-        ", ".join(notes),
-    ]
+def _note(option: Option, choice: Option | None) -> str:
+    if not option.fits:
+        return "too big"
+    if option == choice:
+        return "<- best"
+    return "" if option.is_runnable else "planned"
 
 
 def _gib(num_bytes: float) -> str:
@@ -113,7 +109,7 @@ def plan_tree(search: Search, options: Mapping[str, Option | str], advice: Advic
                 "step_seconds": option.step_time,
                 "bubble": option.bubble,
                 "tokens_per_second": option.tokens_per_second,
-                "token_price": price(search, option),
+                "token_price": option.token_price,
                 "utilisation": option.prediction.utilisation,
                 "in_flight": option.prediction.in_flight,
                 "weight_versions": option.prediction.weight_versions,
