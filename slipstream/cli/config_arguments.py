@@ -1,4 +1,4 @@
-"""Functions that `slipstream plan` and `slipstream profile` share."""
+"""Functions that `slipstream plan`, `slipstream profile` and `slipstream tune` share."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def parse_with_config(cls: type[Arguments], arguments: list[str], name: str) -> 
     if arguments and not arguments[0].startswith("-"):
         path = arguments.pop(0)
         default = load_toml(Path(path))
-    sections = {member.name: getattr(default, member.name) for member in fields(Config)}
-    given = parse(cls, arguments, f"slipstream {name} [CONFIG.toml]", default=cls(**sections))
+    given = parse(cls, arguments, f"slipstream {name} [CONFIG.toml]", default=cls(**vars(default)))
     return given, path, default
 
 

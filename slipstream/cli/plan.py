@@ -19,7 +19,7 @@ from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
 from ..observe.devices import DeviceKind, kind_of
-from ..tools.plan.advice import GIB, Advice, Given, advise
+from ..tools.plan.advice import GIB, Advice, advise
 from ..tools.plan.budget import budget_sentence
 from ..tools.plan.costs import ModelCosts, estimate, find_device, measured_costs
 from ..tools.plan.fsdp import FSDP
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> None:
             progress.update(task, description=f"planning {name}")
             options[name] = best_of(searches, name)
             progress.advance(task)
-    advice = advise(searches, options, Given(path, default, asked))
+    advice = advise(searches, options, asked, default, path)
     _print(screen, searches[0], device, options, advice, given.tokens)
     _write(given, searches[0], options, advice, screen)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import typing
 from collections.abc import Mapping, Sequence
@@ -37,17 +36,11 @@ class Advice:
     """Command that runs the recommended option. None means that there is none."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """The user's input, from which the recommended command is built."""
-
-    path: str | None
-    default: Config
-    config: Config
-
-
-def advise(searches: Sequence[Search], options: Mapping[str, Option | str], given: Given) -> Advice:
-    """Returns the recommendation. searches: in the order from no memory savings to all of them."""
+def advise(
+    searches: Sequence[Search], options: Mapping[str, Option | str], asked: Config, default: Config, path: str | None
+) -> Advice:
+    """Returns the recommendation. searches: in the order from no memory savings to all of them. asked: the user's
+    configuration. default: that of the file at the path, or of no file."""
     search = searches[0]
     found = {name: option for name, option in options.items() if isinstance(option, Option)}
     fitting = {name: option for name, option in found.items() if option.fits}
@@ -64,11 +57,11 @@ def advise(searches: Sequence[Search], options: Mapping[str, Option | str], give
     is_whole = choice.schedule == DATA_PARALLEL
     (own,) = [each for each in searches if each.config == choice.config]
     sentences = [
-        *(_use_replicas(search, choice) if is_whole else _use_pipeline(own, choice, found, given)),
+        *(_use_replicas(search, choice) if is_whole else _use_pipeline(own, choice, found, asked)),
         *_beside_fsdp(search, choice, fitting.get(FSDP)),
         *([] if is_whole else _beside_the_others(choice, fitting)),
     ]
-    return Advice(tuple(sentences), choice, _command(choice, given))
+    return Advice(tuple(sentences), choice, _command(choice, asked, default, path))
 
 
 def _use_replicas(search: Search, whole: Option) -> list[str]:
@@ -83,7 +76,7 @@ def _use_replicas(search: Search, whole: Option) -> list[str]:
     ]
 
 
-def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], given: Given) -> list[str]:
+def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], asked: Config) -> list[str]:
     whole = found.get(DATA_PARALLEL)
     num_stages, num_replicas = best.division.num_stages, best.division.num_replicas
     replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
@@ -97,7 +90,7 @@ def _use_pipeline(search: Search, best: Option, found: Mapping[str, Option], giv
         f"{_gib(search.cluster.memory)} GiB, on stage {best.memory.index(best.largest)}."
         + (f" Gradients are {late} update{'s' * (late > 1)} late." if late else "")
     ]
-    if saved := savings.words(best.config, given.config, num_replicas):
+    if saved := savings.words(best.config, asked, num_replicas):
         sentences.append(f"With {', '.join(saved)}.")
     if best.bubble >= BIG_BUBBLE:
         sentences.append(say_causes(search, best, idle_causes(search, best)))
@@ -189,7 +182,7 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3f}"
 
 
-def _command(option: Option, given: Given) -> str:
+def _command(option: Option, asked: Config, default: Config, path: str | None) -> str:
     """Returns the command `slipstream train` with the user's options and those of the plan."""
     division = option.division
     schedule = "one_f_one_b" if option.schedule == DATA_PARALLEL else option.schedule
@@ -208,17 +201,15 @@ def _command(option: Option, given: Given) -> str:
     }
     if traits_of(schedule).drifts:
         chosen["optimizer.error_feedback"] = 0.0
-    words = ["slipstream", "train", *([given.path] if given.path else [])]
-    for section in dataclasses.fields(Config):
-        asked, defaults = getattr(given.config, section.name), getattr(given.default, section.name)
-        hints = typing.get_type_hints(type(asked))
-        for name, default in vars(defaults).items():
-            path = f"{section.name}.{name}"
-            value = chosen.get(path, getattr(asked, name))
-            if value != default and hints[name] is bool:
-                words.append(f"--{section.name}.{'' if value else 'no-'}{name}".replace("_", "-"))
-            elif value != default:
-                words += [f"--{path.replace('_', '-')}", *_words(value)]
+    words = ["slipstream", "train", *([path] if path else [])]
+    for section, fields in vars(asked).items():
+        defaults, hints = vars(getattr(default, section)), typing.get_type_hints(type(fields))
+        for name, own in vars(fields).items():
+            value = chosen.get(f"{section}.{name}", own)
+            if value != defaults[name] and hints[name] is bool:
+                words.append(f"--{section}.{'' if value else 'no-'}{name}".replace("_", "-"))
+            elif value != defaults[name]:
+                words += [f"--{section}.{name}".replace("_", "-"), *_words(value)]
     return shlex.join(words)
 
 

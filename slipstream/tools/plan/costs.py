@@ -111,7 +111,6 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
     size = config.train.microbatch_size
     tokens, dtypes = size * model.sequence_length, precision_of(config)
     peak = device.flops_in(dtypes.compute)
-    flops = peak * dense
     # The gradient of a table (embedding or head) is written, and then added to the existing gradient: one read and one
     # more write.
     added = model.vocab_size * model.dim * (dtypes.compute.itemsize + 2 * dtypes.gradient.itemsize)
@@ -138,7 +137,7 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
         )
         for name, cost, share in zip(names[1:-1], per_token[1:-1], shares, strict=True)
     ]
-    cost = tokens * per_token[-1] / flops
+    cost = tokens * per_token[-1] / (peak * dense)
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
     if config.train.loss_chunk_tokens:  # the forward also computes the gradient, and the backward only adds it
         head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)

@@ -171,6 +171,13 @@ def assert_peak(measured: int, predicted: StageMemory) -> None:
     assert 0.9 * expected <= measured <= 1.1 * expected
 
 
+def assert_as_predicted(measured: list[Measured], predicted: list[StageMemory]) -> None:
+    """What a stage keeps to the byte, and its peak within a tenth."""
+    for stage, memory in zip(measured, predicted, strict=True):
+        assert (stage.weights, stage.optimizer) == (memory.weights, memory.optimizer)
+        assert_peak(stage.peak, memory)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "error_feedback", "track_alignment", "copies"),
     [
@@ -194,10 +201,7 @@ def test_what_a_stage_keeps_is_predicted_exactly_and_its_peak_within_a_tenth(
     tables = 2 * LENGTH * 4 * 4  # of one block: cosine and sine, 4 pairs, 4 bytes
     parameters = sum(p.numel() for p in decoder(model_of(config, 0))[:2].parameters()) * 4
     assert predicted[0].weights == copies * parameters + tables
-    for stage in range(2):
-        assert measured[stage].weights == predicted[stage].weights
-        assert measured[stage].optimizer == predicted[stage].optimizer
-        assert_peak(measured[stage].peak, predicted[stage])
+    assert_as_predicted(measured, predicted)
 
 
 MIXED = changed(BASE, train__dtype="float64", train__compute_dtype="float32", evaluation__batches=0)
@@ -237,10 +241,7 @@ def test_mixed_precision_keeps_what_is_predicted_and_peaks_within_a_tenth(
     assert predicted[0].weights == (4 * versions + 8) * parameters + tables
     batches = 2 if schedule == "two_bw" else 1
     assert predicted[0].gradients == batches * parameters * getattr(torch, gradient_dtype).itemsize
-    for stage in range(2):
-        assert measured[stage].weights == predicted[stage].weights
-        assert measured[stage].optimizer == predicted[stage].optimizer
-        assert_peak(measured[stage].peak, predicted[stage])
+    assert_as_predicted(measured, predicted)
 
 
 BF16 = changed(BASE, train__compute_dtype="bfloat16", evaluation__batches=0)
@@ -261,17 +262,11 @@ def test_frozen_weights_are_predicted_once(fields, optimizer, compute):
     if "adapter__rank" in fields:
         pytest.importorskip("peft")
     config = changed(BASE, **fields, optimizer__name=optimizer, train__compute_dtype=compute, evaluation__batches=0)
-    for measured, predicted in zip(measure(config, "two_bw"), predict(config, "two_bw"), strict=True):
-        assert (measured.weights, measured.optimizer) == (predicted.weights, predicted.optimizer)
-        assert_peak(measured.peak, predicted)
+    assert_as_predicted(measure(config, "two_bw"), predict(config, "two_bw"))
 
 
 def test_bf16_beside_float32_peaks_within_a_tenth():
-    measured, predicted = measure(BF16, "one_f_one_b"), predict(BF16, "one_f_one_b")
-    for stage in range(2):
-        assert measured[stage].weights == predicted[stage].weights
-        assert measured[stage].optimizer == predicted[stage].optimizer
-        assert_peak(measured[stage].peak, predicted[stage])
+    assert_as_predicted(measure(BF16, "one_f_one_b"), predict(BF16, "one_f_one_b"))
 
 
 @pytest.mark.parametrize(("config", "message"), [(MIXED, MESSAGE), (BF16, MESSAGE / 2)])
@@ -404,11 +399,7 @@ def test_activations_of_a_microbatch_are_predicted_to_the_byte(fields):
 @pytest.mark.parametrize(("base", "dense"), [(BASE, 1), (MIXED, 0)])
 def test_experts_are_predicted_as_exactly_however_uneven_their_load(dense, base):
     config = changed(base, **EXPERTS, model__num_shared_experts=1, model__num_dense_layers=dense)
-    measured, predicted = measure(config, "two_bw"), predict(config, "two_bw")
-    for stage in range(2):
-        assert measured[stage].weights == predicted[stage].weights
-        assert measured[stage].optimizer == predicted[stage].optimizer
-        assert_peak(measured[stage].peak, predicted[stage])
+    assert_as_predicted(measure(config, "two_bw"), predict(config, "two_bw"))
     measured, predicted = measure(config, "gpipe"), predict(config, "gpipe")
     assert measured[0].activations == predicted[0].activations / MICROBATCHES
 
