@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,27 +62,23 @@ from .stage import (
     sparse_blocks,
 )
 
-Arguments = TypeVarTuple("Arguments")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 Memory = TypeVar("Memory", Passes, Update)
 ENDS = ("embedding.weight", "head.output.weight")
 """Names of the weights that are one weight if embeddings are tied."""
 
 
-def once(
-    method: Callable[[MemoryModel, Unpack[Arguments]], Result],
-) -> Callable[[MemoryModel, Unpack[Arguments]], Result]:
+def once(method: Method) -> Method:
     """Caches the results of a method, because a plan needs the same few many times."""
 
     @wraps(method)
-    def cached(self: MemoryModel, *arguments: *Arguments) -> Result:
+    def cached(self: MemoryModel, *arguments: Any) -> Any:
         key = (method.__name__, arguments)
         if key not in self.known:
             self.known[key] = method(self, *arguments)
-        result: Result = self.known[key]
-        return result
+        return self.known[key]
 
-    return cached
+    return cast(Method, cached)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class MemoryModel:
         num_owners = stage.num_replicas if self.config.optimizer.sharded else 1
         update = self.update(layers, stepping, num_owners)
         activations = round(stage.in_flight * passes.activations)
-        owned = update.values if num_owners > 1 else passes.parameters
+        owned = update.values
         masters = owned * dtypes.master.itemsize if stepping.separate else 0
         tied, norm = self._reduction(stage, layers)
         replicas, summed = self._replicas(stage, passes.parameters, owned)
@@ -233,13 +229,16 @@ class MemoryModel:
         num_evaluations = self.config.evaluation.batches
         under_way = stage.max_in_flight + num_evaluations
         posted = -(-(LOOKAHEAD + 1) // 2)
-        message = microbatch_size * self.model.sequence_length * self.model.dim * self.dtypes.compute.itemsize
         num_messages = 0.0
         if stage.index > 0:
             num_messages += posted + under_way  # activations in, gradients out
         if stage.index < stage.num_stages - 1:
             num_messages += posted + max(0.0, under_way - stage.in_flight)  # gradients in, activations out
-        return round(num_messages * message)
+        return round(num_messages * self.message(microbatch_size))
+
+    def message(self, microbatch_size: int) -> int:
+        """Returns the bytes that a stage sends to the next for one microbatch."""
+        return microbatch_size * self.model.sequence_length * self.model.dim * self.dtypes.compute.itemsize
 
     # ---- from a few blocks to many
 

@@ -59,7 +59,6 @@ def measure_profile(config: Config, model: ModelSpec, tell: Callable[[str], None
         used = torch.get_num_threads() if device.type == "cpu" else 0
     finally:
         torch.set_num_threads(threads)
-    itemsize = precision_of(config).compute.itemsize
     return Profile(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {used} threads",
         torch=torch.__version__,
@@ -68,7 +67,7 @@ def measure_profile(config: Config, model: ModelSpec, tell: Callable[[str], None
         dtype=config.train.dtype,
         microbatch_size=config.train.microbatch_size,
         model=model.facts(),
-        message=config.train.microbatch_size * model.sequence_length * model.dim * itemsize,
+        message=MemoryModel(config, model).message(config.train.microbatch_size),
         rows=tuple(rows),
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         compute_dtype=config.train.compute_dtype,
@@ -213,10 +212,9 @@ def _median(prepare: Callable[[], Any], action: Callable[[Any], Any], device: to
         result = action(value)
         end = _mark(device)
         del value, result
-        is_enough = repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS
-        if repeat >= WARMUPS or is_enough:
+        if repeat >= WARMUPS or (repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS):
             seconds.append(_between(start, end))
-        if is_enough:
+        if repeat > 0 and time.perf_counter() - started > ENOUGH_SECONDS:
             break
     return median(seconds)
 

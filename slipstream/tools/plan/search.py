@@ -335,7 +335,8 @@ class Search:
         return replace(costs, update=update)
 
     def _latency(self, num_stages: int, microbatch_size: int) -> float:
-        return self.cluster.latency + self._message(microbatch_size) / self.cluster.between_stages(num_stages)
+        message = self.memory_model.message(microbatch_size)
+        return self.cluster.latency + message / self.cluster.between_stages(num_stages)
 
     def _sending(self, name: str, division: Division) -> float:
         """Returns how long a link is busy in a step, in one direction. A prediction allows messages on a link to
@@ -345,12 +346,7 @@ class Search:
             return 0.0
         num_messages = NUM_CHUNKS.get(name, 1) * division.num_microbatches
         bandwidth = self.cluster.between_stages(division.num_stages)
-        return num_messages * self._message(division.microbatch_size) / bandwidth
-
-    def _message(self, microbatch_size: int) -> int:
-        """Returns the bytes of a message."""
-        bytes_each = self.memory_model.dtypes.compute.itemsize
-        return microbatch_size * self.model.sequence_length * self.model.dim * bytes_each
+        return num_messages * self.memory_model.message(division.microbatch_size) / bandwidth
 
     def _with_replicas(self, name: str, step_time: float, division: Division) -> float:
         """Returns the step time with the sum of gradients over replicas. A ring sums the gradients of a stage, and

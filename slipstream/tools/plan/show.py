@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ from .advice import GIB, Advice
 from .fsdp import FSDP
 from .savings import marks
 from .search import Option, Search
+from .stage import StageMemory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "messages", "work", "overlap")
 # Colours of Okabe and Ito, which colour-blind readers can distinguish.
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0c8a8")
 
@@ -181,9 +181,9 @@ def _draw_memory(axes: Axes, option: Option, limit: float) -> None:
 
     places = range(len(option.memory))
     below = [0.0] * len(option.memory)
-    for part, colour in zip(PARTS, COLOURS, strict=True):
-        heights = [getattr(memory, part) / GIB for memory in option.memory]
-        axes.bar(places, heights, bottom=below, color=colour, label=part)
+    for part, colour in zip(fields(StageMemory), COLOURS, strict=True):
+        heights = [getattr(memory, part.name) / GIB for memory in option.memory]
+        axes.bar(places, heights, bottom=below, color=colour, label=part.name)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     if limit / GIB < 4 * max(below):
         axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1)
