@@ -131,11 +131,8 @@ def _check_blocks(config: Config, model: ModelSpec) -> None:
     """Raises a UsageError if equal blocks have different parameters to train: only a few blocks are counted."""
     with torch.device("meta"):
         blocks = list(model.layers())[1:-1]
-    trained: dict[tuple[str, ...], set[tuple[bool, ...]]] = {}
-    for block in blocks:
-        named = list(block.named_parameters())
-        trained.setdefault(tuple(name for name, _ in named), set()).add(tuple(p.requires_grad for _, p in named))
-    if any(len(kinds) > 1 for kinds in trained.values()):
+    kinds = {tuple((name, parameter.requires_grad) for name, parameter in block.named_parameters()) for block in blocks}
+    if len(kinds) > len({tuple(name for name, _ in kind) for kind in kinds}):
         raise UsageError(
             f"train.freeze = {list(config.train.freeze)} freezes blocks differently, and a plan counts equal blocks: "
             "leave it out"

@@ -390,7 +390,7 @@ def best_of(searches: Sequence[Search], schedule: str) -> Option | str:
         else:
             found.append(option)
     fitting = [option for option in found if option.fits]
-    if not found or not fitting:
+    if not fitting:
         return min(found, key=lambda option: option.largest.most, default=reason)
     most = max(option.tokens_per_second for option in fitting)
     return next(option for option in fitting if option.tokens_per_second >= (1 - ALIKE) * most)
