@@ -162,7 +162,7 @@ def test_a_models_size_decides_whether_throughputs_are_compared(write_run: Write
 def test_a_number_that_no_float_holds_is_not_known(write_run: WriteRun) -> None:
     run = read_run(write_run("absurd"), "absurd")
     run = replace(run, summary=run.summary | {"peak_memory_bytes": [10**400]})
-    assert figures_of(run)["Peak memory"]["values"] == ["not known"]
+    assert figures_of(run)["Peak memory"]["values"] == ("not known",)
 
 
 def test_throughput_is_that_of_many_steps_because_a_drain_makes_several_updates_at_once(write_run: WriteRun) -> None:
