@@ -103,17 +103,15 @@ def main(arguments: list[str]) -> None:
         raise UsageError("memory is missing, and this system does not say how much it has: give --memory GIB")
     cluster = _cluster(given, device, memory)
     batch_size, memory_model = _batch_size(given, config, model), MemoryModel(config, model, train_device)
-    searches = [
-        Search(
-            smaller,
-            model,
-            _costs(given, smaller, model, device, profile),
-            cluster,
-            batch_size,
-            replace(memory_model, config=smaller),  # keeps the cache
-        )
-        for smaller in ever_smaller(config, model, given.devices, profile is not None)
-    ]
+    searches: list[Search] = []
+    costs: dict[int, ModelCosts] = {}
+    for smaller in ever_smaller(config, model, given.devices, profile is not None):
+        chunk = smaller.train.loss_chunk_tokens
+        if chunk not in costs:  # whole models are built for them, and no other saving changes them
+            costs[chunk] = _costs(given, smaller, model, device, profile)
+        recomputing = costs[chunk].recomputing(recomputed_layers(smaller, model))
+        keeping_cache = replace(memory_model, config=smaller)
+        searches.append(Search(smaller, model, recomputing, cluster, batch_size, keeping_cache))
     options = {}
     names = (DATA_PARALLEL, FSDP, *SCHEDULES)
     with progress_bar() as progress:
@@ -193,9 +191,8 @@ def _cluster(given: PlanArguments, device: DeviceKind, memory: float) -> Cluster
 def _costs(
     given: PlanArguments, config: Config, model: ModelSpec, device: DeviceKind, profile: Profile | None
 ) -> ModelCosts:
-    recomputed = recomputed_layers(config, model)
     if profile is None:
-        return estimate(config, model, device, given.efficiency).recomputing(recomputed)
+        return estimate(config, model, device, given.efficiency)
     assert given.profile is not None
     train = config.train
     for what, measured, wanted in (
@@ -213,7 +210,7 @@ def _costs(
                 f"profile = {str(given.profile)!r} is of {what}{measured}, not of {wanted}: run slipstream profile "
                 "with these options"
             )
-    return measured_costs(profile, model, given.profile).recomputing(recomputed)
+    return measured_costs(profile, model, given.profile)
 
 
 def _batch_size(given: PlanArguments, config: Config, model: ModelSpec) -> int:

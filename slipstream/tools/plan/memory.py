@@ -66,6 +66,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Memory = TypeVar("Memory", Passes, Update)
 ENDS = ("embedding.weight", "head.output.weight")
 """Names of the weights that are one weight if embeddings are tied."""
+GROWING = ("optimizer", "work", "values")
+"""Fields of an Update that grow with the number of blocks."""
 
 
 def once(method: Method) -> Method:
@@ -271,15 +273,33 @@ class MemoryModel:
             values = sum(shares[largest])
             part = layers.part(values / max(1, sum(map(sum, shares))))
             return replace(self.update(part, stepping), optimizer=round(kept[largest]), values=values)
-        few = self._blocks_of_a_stack()
+        _, few = self._blocks_of_a_stack()
         played = layers.few(few + 1)
-        result = self._played_update(played, stepping)
+        result = self._update_of_few(played, stepping)
         unplayed = (dense_blocks, layers.dense - played.dense), (sparse_blocks, layers.sparse - played.sparse)
         for blocks, more in unplayed:
             if more:
-                before, after = (self._played_update(blocks(n), stepping) for n in (few, few + 1))
-                result = _with_more(result, more, before, after, ("optimizer", "work", "values"))
+                before, after = (self._update_of_few(blocks(n), stepping) for n in (few, few + 1))
+                result = _with_more(result, more, before, after, GROWING)
         return result
+
+    @once
+    def _update_of_few(self, layers: Layers, stepping: Stepping) -> Update:
+        """Returns the memory of an update of layers that are all counted. Small matrices, such as those of adapters,
+        fill no stack even in a large model, and to play all of its blocks takes long. As long as no stack is full, the
+        memory of n blocks is the largest of several straight lines. If it is on one line for 2, 3 and the most blocks,
+        it is on that line for all numbers between."""
+        if layers.blocks:  # ends without parameters to train add nothing
+            embedding = layers.embedding and self._largest(Layers(True, 0, 0, False)) > 0
+            head = layers.head and self._largest(Layers(False, 0, 0, True)) > 0
+            layers = replace(layers, embedding=embedding, head=head)
+        blocks = sparse_blocks if layers.sparse else dense_blocks
+        most, _ = self._blocks_of_a_stack()
+        if layers == blocks(layers.blocks) and 3 < layers.blocks < most:
+            two, three, last = (self._played_update(blocks(n), stepping) for n in (2, 3, most))
+            if _with_more(two, most - 2, two, three, GROWING) == last:
+                return _with_more(two, layers.blocks - 2, two, three, GROWING)
+        return self._played_update(layers, stepping)
 
     @once
     def _shares(self, layers: Layers, num_owners: int) -> list[list[int]]:
@@ -297,17 +317,17 @@ class MemoryModel:
         return shares
 
     @once
-    def _blocks_of_a_stack(self) -> int:
-        """Returns the number of blocks from which an update needs no more work space. Muon orthogonalises equal
-        matrices together, up to a number of elements. Other optimizers may use temporaries as large as all their
-        parameters."""
+    def _blocks_of_a_stack(self) -> tuple[int, int]:
+        """Returns the number of blocks up to which no stack of matrices is full, and that from which an update needs no
+        more work space. Muon orthogonalises equal matrices together, up to a number of elements. Other optimizers may
+        use temporaries as large as all their parameters."""
         if self.config.optimizer.name == "adamw":
-            return 1
+            return 0, 1
         if self.config.optimizer.name != "muon":
-            return self.model.num_layers
+            return 0, self.model.num_layers
         most = stack_elements(getattr(torch, self.config.optimizer.newton_schulz_dtype or "float32"))
         every = layers_of(self.model, 0, self.model.num_layers + 2).few(1)
-        needed = []
+        room, needed = [self.model.num_layers], []
         for blocks in (dense_blocks(every.dense), sparse_blocks(every.sparse)):
             counts = Counter[int]()
             for name, parameter in self._build(blocks)[0].named_parameters() if blocks.blocks else ():
@@ -315,7 +335,8 @@ class MemoryModel:
             stacks = {size: max(1, most // size) for size, count in counts.items() if count}
             size = max(stacks, key=lambda size: size * stacks[size], default=0)
             needed += [-(-stacks[size] // counts[size])] if size else []
-        return max(needed, default=1)
+            room += [stack // counts[size] for size, stack in stacks.items()]
+        return min(room), max(needed, default=1)
 
     # ---- the dry runs
 
