@@ -20,7 +20,7 @@ from .stage import StageMemory
 GIB = 2**30
 PREFERENCE = (DATA_PARALLEL, "one_f_one_b", "gpipe", "two_bw", "two_bw_double", "pipedream", "paci")
 """Order of preference among options of equal speed: first no cut, then no delay, then a delay that is the same on all
-stages and can be corrected."""
+stages and can be corrected. Schedules of one's own come last."""
 MUCH = 0.05
 """Relative difference in speed from which a sentence mentions it."""
 BIG_BUBBLE = 0.03
@@ -53,7 +53,8 @@ def advise(
         choice = whole
     else:
         alike = [option for option in runnable if option.worth >= (1 - ALIKE) * most]
-        choice = min(alike, key=lambda option: PREFERENCE.index(option.schedule))
+        places = {name: place for place, name in enumerate(PREFERENCE)}
+        choice = min(alike, key=lambda option: places.get(option.schedule, len(places)))
     is_whole = choice.schedule == DATA_PARALLEL
     (own,) = [each for each in searches if each.config == choice.config]
     sentences = [

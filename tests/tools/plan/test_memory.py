@@ -467,10 +467,10 @@ def test_an_update_of_many_blocks_of_both_kinds_is_what_it_would_be_if_all_were_
 def test_stages_of_small_matrices_are_found_from_three_that_are_played(base, monkeypatch):
     """No number of adapters fills a stack, so an update of any stage would play all of its blocks."""
     pytest.importorskip("peft")
-    config = changed(base, model__num_layers=20, adapter__rank=4)
+    config = changed(base, model__num_layers=12, adapter__rank=4)
     memory, num_played, play = MemoryModel(config, model_of(config, 0), "cpu"), [], MemoryModel._play_update
     stepping = memory._stepping(STAGE)
-    stages = [Layers(size > 5, size, 0, size > 10) for size in range(4, 20)]
+    stages = [Layers(size > 4, size, 0, size > 5) for size in range(4, 8)]
     expected = [play(memory, layers, stepping) for layers in stages]
 
     def counted(*arguments):
@@ -479,7 +479,7 @@ def test_stages_of_small_matrices_are_found_from_three_that_are_played(base, mon
 
     monkeypatch.setattr(MemoryModel, "_play_update", counted)
     assert [memory.update(layers, stepping) for layers in stages] == expected
-    assert num_played == [2, 3, 20]
+    assert num_played == [2, 3, 12]
 
 
 @pytest.mark.parametrize(("every", "has_head"), [(0, True), (0, False), (1, False), (2, True), (2, False), (3, True)])

@@ -9,6 +9,8 @@ from settings import changed
 
 from slipstream.config.models import model_of, recomputed_layers
 from slipstream.config.schema import Config, ModelSection, OptimizerSection
+from slipstream.schedule import TRAITS
+from slipstream.tools.plan.advice import advise
 from slipstream.tools.plan.costs import DeviceKind, ModelCosts, estimate
 from slipstream.tools.plan.fsdp import FSDP
 from slipstream.tools.plan.memory import MemoryModel
@@ -61,6 +63,18 @@ def test_less_memory_leaves_fewer_or_smaller_microbatches_in_flight():
     assert roomy.fits and tight.fits
     assert tight.largest.most < roomy.largest.most
     assert tight.tokens_per_second <= roomy.tokens_per_second * 1.02
+
+
+def test_a_schedule_of_ones_own_is_advised_where_it_is_alone_and_comes_last(monkeypatch):
+    monkeypatch.setitem(TRAITS, "my_schedule", TRAITS["gpipe"])
+    monkeypatch.setitem(TRAITS, "another", TRAITS["gpipe"])
+    monkeypatch.setattr("slipstream.schedule.schedule.SCHEDULES", tuple(TRAITS))
+    found = search()
+    gpipe = best(found, "gpipe")
+    own, another = (replace(gpipe, schedule=name) for name in ("my_schedule", "another"))
+    for options in ([own], [own, another], [own, gpipe], [another, gpipe, own]):
+        advice = advise([found], {option.schedule: option for option in options}, CONFIG, Config(), None)
+        assert advice.choice == (gpipe if gpipe in options else own)
 
 
 def test_what_does_not_fit_is_reported_with_what_it_would_take():
