@@ -17,7 +17,7 @@ import numpy as np
 from ..config.files import read_plain_file
 from ..config.schema import BUILTIN, DataConfig
 from .mixture import Source, turns
-from .shards import SPLITS, ShardInfo, info_of, read_shard, read_sidecar, sidecar, tokenizer_beside
+from .shards import SPLITS, ShardInfo, info_of, read_shard, read_sidecar, tokenizer_beside
 from .text import (
     ENDS_OF_TEXT,
     SHARD_SUFFIX,
@@ -126,14 +126,19 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 
 def known_vocab_size(config: DataConfig) -> int:
-    """Returns the number of token ids in a corpus without reading it: that of its tokenizer, or of its first shard. 0
-    means that neither is known."""
+    """Returns the number of token ids in a corpus without reading it: the most of its shards, and that of the tokenizer
+    if it has text. 0 means that none is known."""
     if config.loader != "files":
         return 0
-    first = None if BUILTIN in config.sources else expand(config.sources, "data.sources")[0]
-    if first is None or first.suffix != SHARD_SUFFIX:
-        return load_tokenizer(config.tokenizer, "data.", config.end_of_text).vocab_size
-    return read_sidecar(sidecar(first)).vocab_size if sidecar(first).exists() else 0
+    builtin = BUILTIN in config.sources
+    files = [] if builtin else expand(config.sources, "data.sources")
+    if config.validation_sources:
+        files += expand(config.validation_sources, "data.validation_sources")
+    shards = [file for file in files if file.suffix == SHARD_SUFFIX]
+    sizes = [info.vocab_size for shard in shards if (info := read_sidecar(shard)) is not None]
+    if builtin or len(shards) < len(files):
+        sizes.append(load_tokenizer(config.tokenizer, "data.", config.end_of_text).vocab_size)
+    return max(sizes, default=0)
 
 
 def _end_of_text(parts: list[_Part], config: DataConfig, tokenizer_json: bytes | None, vocab_size: int) -> int | None:

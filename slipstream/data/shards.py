@@ -66,8 +66,7 @@ def read_shard(shard: Path, token_dtype: str | None) -> tuple[np.ndarray, ShardI
 
     token_dtype: dtype of the ids if neither a sidecar nor a header tells it.
     """
-    has_index = shard.with_suffix(INDEX_SUFFIX).exists()
-    info = read_sidecar(sidecar(shard)) if sidecar(shard).exists() and not has_index else None
+    info = read_sidecar(shard)
     if info is None and (found := foreign_shard(shard)) is not None:
         return _map_foreign(shard, found, token_dtype)
     if info is None and token_dtype is None:
@@ -123,7 +122,12 @@ def _chunks(ids: np.ndarray) -> Iterator[np.ndarray]:
     return (ids[start : start + _CHUNK_TOKENS] for start in range(0, len(ids), _CHUNK_TOKENS))
 
 
-def read_sidecar(path: Path) -> ShardInfo:
+def read_sidecar(shard: Path) -> ShardInfo | None:
+    """Returns the description of a shard. None means that it has none: beside a shard of Megatron, which has an index,
+    a .json file is another."""
+    path = sidecar(shard)
+    if shard.with_suffix(INDEX_SUFFIX).exists() or not path.exists():
+        return None
     try:
         info = ShardInfo(**json.loads(read_plain_file(path)))
     except (ValueError, TypeError, RecursionError) as error:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.config.schema import DataConfig
-from slipstream.data import DataError, foreign_shards, load_corpus
+from slipstream.data import DataError, foreign_shards, known_vocab_size, load_corpus
 from slipstream.data.shards import read_shard
 
 
@@ -68,6 +68,7 @@ def test_a_folder_may_hold_the_text_and_description_that_megatron_was_given(tmp_
     megatron(tmp_path / "web", [[1, 2], [3]])
     (tmp_path / "web.json").write_text('{"text": "not a sidecar of ours"}\n')
     assert ids_of(tmp_path) == [1, 2, 3]
+    assert known_vocab_size(DataConfig((str(tmp_path / "web.bin"),))) == 0  # nothing is refused
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from data_files import everything, refused, shard
 
 from slipstream.config.schema import DataConfig
-from slipstream.data import load_corpus
+from slipstream.data import known_vocab_size, load_corpus
 
 
 def test_shards_are_mapped_and_bring_their_own_validation(tmp_path: Path) -> None:
@@ -23,6 +24,19 @@ def test_shards_are_mapped_and_bring_their_own_validation(tmp_path: Path) -> Non
     assert everything(corpus.validation).tolist() == list(range(30, 35))
     assert corpus.vocab_size == 1000
     assert all(isinstance(part, np.memmap) for part in corpus.train.parts)
+
+
+def test_the_vocabulary_is_that_of_all_sources_before_they_are_read(tmp_path: Path) -> None:
+    """A plan takes it: the first shard alone may tell too little, or nothing."""
+    for name, size in (("a", 300), ("b", 700), ("c", 900)):
+        shard(tmp_path / f"{name}.bin", range(10), changes={"vocab_size": size})
+    names = [str(tmp_path / f"{name}.bin") for name in "abc"]
+    mixed = DataConfig((names[0], names[1]), weights=(0.7, 0.3))
+    assert known_vocab_size(mixed) == load_corpus(mixed).vocab_size == 700
+    held_out = replace(mixed, validation_sources=(names[2],))
+    assert known_vocab_size(held_out) == load_corpus(held_out).vocab_size == 900
+    np.arange(20, dtype="<u4").tofile(tmp_path / "raw.bin")
+    assert known_vocab_size(DataConfig((str(tmp_path / "raw.bin"), names[0]))) == 300
 
 
 def test_a_foreign_shard_is_read_with_the_type_it_is_said_to_have(tmp_path: Path) -> None:
