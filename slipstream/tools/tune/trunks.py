@@ -89,9 +89,13 @@ class Trunk:
 
     proxy: Proxy
     rate: float
+    """It is rounded to three digits."""
     batch: int
     """Sequences in a step."""
     is_late: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", float(f"{self.rate:.3g}"))
 
     @property
     def tokens(self) -> int:
@@ -126,16 +130,17 @@ class Laboratory:
     def affordable(self, wanted: Sequence[Trunk]) -> list[Trunk]:
         """Returns the trunks that the rest of the budget pays for, the first ones first."""
         left, found = self._budget - sum(record.flops for record in self.records.values()), []
+        paid = set(self.records)
         for trunk in wanted:
-            cost = 0.0 if trunk.id in self.records else trunk.proxy.flops(trunk.batch)
+            cost = 0.0 if trunk.id in paid else trunk.proxy.flops(trunk.batch)
             if cost <= left:
                 left -= cost
+                paid.add(trunk.id)
                 found.append(trunk)
         return found
 
     def run(self, wanted: Sequence[Trunk]) -> list[Record]:
         """Runs those that have no record, at the same time if there are workers. Returns the records of all."""
-        wanted = [replace(trunk, rate=float(f"{trunk.rate:.3g}")) for trunk in wanted]
         missing: dict[str, Trunk] = {}
         for trunk in wanted:
             if trunk.id in self.records:

@@ -188,6 +188,17 @@ def test_other_text_under_the_same_name_makes_another_trunk(tmp_path):
     assert trunk_id() != first
 
 
+def test_a_trunk_that_is_done_or_wanted_twice_is_paid_once(tmp_path, short, monkeypatch):
+    monkeypatch.setattr(trunks, "run_trunk", lambda cell, horizons, *_: [1.0] * len(horizons))
+    proxy = proxy_of(TARGET, model_of(TARGET, 256), Size.of(model_of(TARGET, 256)), TOKENS)
+    done, other = (trunks.Trunk(proxy, rate, 4, True) for rate in (0.0123456, 0.0223456))
+    laboratory = trunks.Laboratory(tmp_path, 1.5 * proxy.flops(4), lambda flops: None, lambda line: None, None)
+    assert laboratory.affordable([other, other]) == [other, other]
+    (record,) = laboratory.run([done])
+    assert record.rate == 0.0123
+    assert laboratory.affordable([other, done]) == [done]
+
+
 def test_trunks_of_other_text_in_the_folder_are_told(tmp_path, fake, capsys):
     (tmp_path / "trunks").mkdir()
     (tmp_path / "trunks" / "of-other-text.json").touch()
