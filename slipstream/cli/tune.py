@@ -34,7 +34,7 @@ from ..tools.tune.trials import NUM_TRIALS, Trials, plan_trials, run_trials
 from ..tools.tune.trunks import Laboratory, Record, check_corpus, explore
 from ..train.build import corpus_vocab_size
 from ..transport.environment import under_torchrun
-from .config_arguments import config_of, parse_with_config, write_to
+from .config_arguments import config_of, model_of_run, parse_with_config, write_to
 
 FILES = ("tuned.toml", "tune.json", "tune.html")
 FEW = 0.1
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> None:
     folder = given.output or Path(config.run.folder) / f"tune-{name}"
     _check_output(folder)
     needs_corpus = budget is not None or bool(config.model.initial)
-    model = model_of(config, corpus_vocab_size(config) if needs_corpus else 0)
+    model = model_of(config, corpus_vocab_size(config)) if needs_corpus else model_of_run(config)
     size = Size.of(model)
     tokens = given.tokens or float(TOKENS_PER_PARAMETER * model.num_active_parameters())
     laws = law_rows(config, size, tokens)  # raises now if the optimizer has none

@@ -21,6 +21,7 @@ from slipstream.cli import tune as command
 from slipstream.config.models import model_of
 from slipstream.config.schema import Config
 from slipstream.config.toml import load_toml
+from slipstream.data import prepare
 from slipstream.model.registry import preset
 from slipstream.tools.study.cell import Cell
 from slipstream.tools.study.delayed import DelayedRun
@@ -124,6 +125,18 @@ def test_level_0_writes_a_configuration_that_trains(tmp_path, capsys):
     arguments = ["--train.steps", "2", "--optimizer.warmup-steps", "1", "--optimizer.decay-steps", "1"]
     path = str(tmp_path / "out" / "tuned.toml")
     assert cli.run(["train", path, *arguments, "--run.folder", str(tmp_path), "--pipeline.transport", "thread"]) == 0
+
+
+def test_level_0_counts_the_vocabulary_of_the_corpus(tmp_path, text_file, capsys):
+    prepare([str(text_file)], "bytes", str(tmp_path / "web"))
+    config = changed(TARGET, data__sources=(str(tmp_path / "web.train.*.bin"),))
+    flops = []
+    for size in (256, 60000):
+        for path in tmp_path.glob("*.json"):
+            path.write_text(path.read_text().replace('"vocab_size": 256', f'"vocab_size": {size}'))
+        assert tune("--output", str(tmp_path / "out"), config=config) == 0
+        flops.append(float(re.search(r"tokens, (\S+) FLOPs", capsys.readouterr().out)[1]))
+    assert flops[1] - flops[0] == pytest.approx(6 * 32 * (60000 - 256) * TOKENS, rel=0.01)
 
 
 def test_too_few_tokens_for_a_law(tmp_path, capsys):
