@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,12 +144,23 @@ def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelS
         )
     if corpus_vocab_size:
         given.setdefault("vocab_size", corpus_vocab_size)
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError:  # of what is imported for type checkers only
+        hints = {name: member.type for name, member in fields.items()}
     for name, value in given.items():
-        if fields[name].type in ("int", int):
+        if _is_whole(hints[name]) and not isinstance(value, str):
             if not float(value).is_integer():
                 raise ConfigError(f"model.arguments.{name} = {value} is an int of {section.name}: write a whole number")
             given[name] = int(value)
     return cls(**given)
+
+
+def _is_whole(hint: Any) -> bool:
+    """Returns whether a field of this type takes whole numbers, and no fractions."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    return (int in kinds or "int" in kinds) and float not in kinds
 
 
 def with_model(config: Config, model: ModelSpec) -> Config:

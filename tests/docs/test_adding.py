@@ -14,6 +14,8 @@ import pytest
 
 import slipstream
 from slipstream.cli import plan, run
+from slipstream.config.models import model_of
+from slipstream.config.schema import Config, ModelSection
 from slipstream.schedule import TRAITS, Action, Traits, generators
 
 PAGES = Path(__file__).parents[2] / "docs" / "development"
@@ -96,11 +98,24 @@ class TiedModel(ShiftModel):
         return model, loss
 
 
+@dataclass(frozen=True)
+class Optional(ShiftModel):
+    rank: int | None = None
+    share: int | float | None = None
+
+
 class Renamed(ShiftModel):
     def layers_and_loss(self, *arguments):
         model, loss = super().layers_and_loss(*arguments)
         return nn.Sequential(*model.children()), loss
 """
+
+
+def test_an_optional_int_of_a_model_of_the_readers_own_is_an_int(folder):
+    (folder / "mymodels.py").write_text(code_of("add_model.md")[0] + TIED)
+    given = {"rank": 96.0, "share": 2.0, "hidden_dim": 24.0}
+    model = model_of(Config(model=ModelSection(name="mymodels.Optional", arguments=given)), 0)
+    assert [type(value) for value in (model.rank, model.share, model.hidden_dim)] == [int, float, int]
 
 
 WRONG_CORPORA = """
@@ -141,6 +156,10 @@ def test_a_model_of_the_readers_own_with_tied_weights_is_the_same_on_one_stage_a
         (
             "--model.name mymodels.ShiftModel --model.arguments hidden_dim 96.5",
             "model.arguments.hidden_dim = 96.5 is an int of mymodels.ShiftModel: write a whole number",
+        ),
+        (
+            "--model.name mymodels.Optional --model.arguments rank 2.5",
+            "model.arguments.rank = 2.5 is an int of mymodels.Optional: write a whole number",
         ),
         (
             "--model.name mymodels.ShiftModel --train.loss-chunk-tokens 8",
