@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from ..config.defaults import settled
 from ..config.models import recomputed_layers
 from ..config.schema import Config
@@ -127,8 +125,7 @@ def main(arguments: list[str]) -> None:
 
 def _check_blocks(config: Config, model: ModelSpec) -> None:
     """Raises a UsageError if equal blocks have different parameters to train: only a few blocks are counted."""
-    with torch.device("meta"):
-        blocks = list(model.layers())[1:-1]
+    blocks = list(model.meta_layers())[1:-1]
     kinds = {tuple((name, parameter.requires_grad) for name, parameter in block.named_parameters()) for block in blocks}
     if len(kinds) > len({tuple(name for name, _ in kind) for kind in kinds}):
         raise UsageError(

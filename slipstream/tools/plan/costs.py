@@ -141,11 +141,9 @@ def estimate(config: Config, model: ModelSpec, device: DeviceKind, efficiency: f
     head = LayerCost(names[-1], cost, cost, cost, update=0.0)
     if config.train.loss_chunk_tokens:  # the forward also computes the gradient, and the backward only adds it
         head = replace(head, forward=3 * cost, backward_input=0.0, backward_weight=added / device.memory_bandwidth)
-    with torch.device("meta"):
-        modules = model.layers()
     layers = tuple(
         _trained(cost, module, config, device, dense)
-        for cost, module in zip([embedding, *blocks, head], modules, strict=True)
+        for cost, module in zip([embedding, *blocks, head], model.meta_layers(), strict=True)
     )
     what = "measured on one core just now" if device.name == "cpu" else "data sheet"
     is_bf16 = dtypes.compute == torch.bfloat16 and device.bf16_flops is not None

@@ -392,8 +392,7 @@ def _network(
 
 
 def _masters(config: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, nn.Parameter]:
-    with torch.device("meta"):
-        model = config.layers()
+    model = config.meta_layers()
     model.to(dtype).to_empty(device=device)
     config.initialise(model, seed)
     return dict(model.named_parameters())

@@ -12,8 +12,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ...config.defaults import LEARNING_RATES, leaves_rest_to_adamw
 from ...config.rules import schedule_of
 from ...config.schema import Config
@@ -45,9 +43,8 @@ class Size:
 
     @classmethod
     def of(cls, model: ModelSpec) -> Size:
-        with torch.device("meta"):
-            layers = list(model.layers().children())
-        inner = sum(parameter.numel() for layer in layers[1:-1] for parameter in layer.parameters())
+        blocks = list(model.meta_layers())[1:-1]
+        inner = sum(parameter.numel() for block in blocks for parameter in block.parameters())
         idle = model.num_parameters() - model.num_active_parameters() if model.num_experts else 0
         return cls(inner - idle, model.flops_per_token(), model.dim)
 
