@@ -19,13 +19,16 @@ from .schema import Config
 
 
 def load_toml(path: Path) -> Config:
+    return build(Config, read_toml(path), f"{path}: ")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(read_plain_file(path).decode())
+        return tomllib.loads(read_plain_file(path).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:  # bad TOML or UTF-8, too long a number, too deeply nested tables
         raise ConfigError(f"{path} is not valid TOML ({error}): correct it there") from error
-    return build(Config, tree, f"{path}: ")
 
 
 def build(cls: type, tree: Any, where: str) -> Any:

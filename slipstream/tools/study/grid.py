@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ...config.defaults import peak_rates_of, settled
-from ...config.files import read_plain_file
 from ...config.rules import validate
 from ...config.schema import Config
-from ...config.toml import build
+from ...config.toml import build, read_toml
 from ...errors import ConfigError
 from .cell import Cell
 
@@ -91,12 +89,7 @@ class _File:
 
 
 def load_grid(path: Path) -> Grid:
-    try:
-        tree = tomllib.loads(read_plain_file(path).decode())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML ({error}): correct it there") from error
+    tree = read_toml(path)
     try:
         return make_grid(tree, path.stem)
     except ConfigError as error:
