@@ -20,7 +20,10 @@ def as_arguments(config: Config) -> list[str]:
     for section in vars(config):
         default = vars(getattr(Config(), section))
         for name, value in vars(getattr(config, section)).items():
-            if value != default[name]:
+            option = name.replace("_", "-")
+            if value != default[name] and isinstance(default[name], bool):
+                arguments.append(f"--{section}.{option if value else f'no-{option}'}")
+            elif value != default[name]:
                 values = value if isinstance(value, tuple) else [value]
-                arguments += [f"--{section}.{name.replace('_', '-')}", *map(str, values)]
+                arguments += [f"--{section}.{option}", *map(str, values)]
     return arguments

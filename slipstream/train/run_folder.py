@@ -71,8 +71,8 @@ def make_folder(folder: Path, config: Config, components: Components, keep: bool
 
 
 def discard_unstarted(folder: Path) -> None:
-    """Removes the folder of a run that has trained nothing, so that its name can be used again. For example, a rank did
-    not come."""
+    """Removes the new folder of a run that has trained nothing, so that its name can be used again. For example, a rank
+    did not come."""
     with suppress(OSError):
         if {path.name for path in folder.iterdir()} <= {"config.toml", "tokenizer.json"}:
             shutil.rmtree(folder)

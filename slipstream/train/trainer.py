@@ -42,6 +42,7 @@ def train(config: Config) -> None:
     folder = run_folder(config)
     if is_first:
         check_folder(folder, config.run.overwrite, config.checkpoint.resume)
+    is_new = is_first and not (folder / "config.toml").exists()
     components = build_components(config)
     config = with_model(config, components.model)
     check_layout_changes(config, partial(check_layout, config))  # can the model be cut so?
@@ -88,7 +89,7 @@ def train(config: Config) -> None:
             forwarded=SIGNALS,
         )
     except BaseException as error:
-        if is_first and error.__cause__ is None and not getattr(error, "details", ""):  # no traceback goes there
+        if is_new and error.__cause__ is None and not getattr(error, "details", ""):  # no traceback goes there
             discard_unstarted(folder)
         raise
     finally:

@@ -16,6 +16,7 @@ from settings import as_arguments, changed
 
 from slipstream import cli
 from slipstream.config.schema import Config
+from slipstream.config.toml import load_toml
 from slipstream.errors import ConfigError
 from slipstream.model.presets import PRESETS
 from slipstream.train.build import build_components
@@ -417,6 +418,17 @@ def test_the_first_rank_names_one_that_does_not_come(tiny):
         said[0],
     )
     assert not Path(tiny.run.folder, "by hand").exists()  # which would be in the way of the next try
+
+
+@pytest.mark.parametrize("again", [{"checkpoint__resume": True}, {"run__overwrite": True}])
+def test_a_launch_that_fails_keeps_the_configuration_that_was_there_before(tiny, again):
+    """It may be the user's own file: slipstream train runs/NAME/config.toml --checkpoint.resume."""
+    folder = Path(tiny.run.folder, "by hand")
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+    codes, said = started_by_hand({0: changed(tiny, pipeline__timeout_seconds=1.0, **again)})
+    assert codes == [1] and "rank 1 did not come" in said[0], said
+    assert load_toml(folder / "config.toml").run.name == "by hand"
 
 
 def test_a_stopped_first_rank_ends_the_others_in_time(tiny):
