@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> None:
     given = parse(GenerateArguments, arguments, "slipstream generate")
     if given.samples < 1:
         raise UsageError(f"samples = {given.samples} writes nothing: use 1 or more")
+    if given.prompt.encode(errors="ignore").decode() != given.prompt:
+        raise UsageError(f"prompt = {given.prompt!r} is not Unicode: write it in UTF-8")
     path, step = run_and_step(given.source)
 
     from ..observe.console import Screen

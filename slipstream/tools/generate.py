@@ -47,6 +47,8 @@ class Sampling:
             raise UsageError(f"top_k = {self.top_k} is too small: use 0 for all tokens, or more")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p = {self.top_p} is no probability: use more than 0, up to 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed = {self.seed} has more than 64 bits: use a smaller number")
 
 
 @torch.no_grad()

@@ -208,6 +208,11 @@ def test_it_is_said_beforehand_where_the_positions_end(make, capsys):
     assert "positions" not in capsys.readouterr().err
 
 
+def test_a_prompt_that_is_not_utf_8_is_one_sentence(make):
+    with pytest.raises(UsageError, match=r"^prompt = '\\udcff' is not Unicode: write it in UTF-8$"):
+        generate_text([str(make("dense")), "--prompt", "\udcff", "--device", "cpu"])
+
+
 def test_top_k_and_top_p_draw_only_from_the_likely():
     logits, generator = torch.tensor([0.0, 3.0, 2.0, 1.0, -5.0]), torch.Generator().manual_seed(0)
 
@@ -232,6 +237,7 @@ def test_letters_of_several_tokens_come_out_whole(make):
     ({"temperature": -1.0}, "temperature = -1.0 is no temperature"),
     ({"top_k": -1}, "top_k = -1 is too small"),
     ({"top_p": 0.0}, "top_p = 0.0 is no probability"),
+    ({"seed": 10**20}, "seed = 100000000000000000000 has more than 64 bits"),
 ])  # fmt: skip
 def test_sampling_that_makes_no_sense_is_one_sentence(fields, sentence):
     with pytest.raises(UsageError) as refused:
