@@ -42,15 +42,14 @@ def predict(working: Sequence[Tensor], master: Sequence[Tensor], coefficient: fl
 def update_products(
     current: Iterable[tuple[Tensor, Tensor]],
     previous: Iterable[tuple[Tensor, Tensor]],
-    *,
-    current_scale: float = 1.0,
     previous_scale: float = 1.0,
 ) -> Tensor:
     """Returns <u,u'>, <u,u> and <u',u'> of an update u and another update u', usually the one before: 3 float64 on the
     device.
 
-    For every parameter, `current` and `previous` yield (before, after), and its update is scale (before - after). The
-    scale allows u' to be computed from a predicted copy (x - z = -lam u'). Products of several stages can be added.
+    For every parameter, `current` and `previous` yield (before, after), and its update is before - after. That of
+    `previous` is multiplied by a scale, so that u' can be computed from a predicted copy (x - z = -lam u'). Products of
+    several stages can be added.
     Without parameters the result is zeros on the CPU. At most one parameter at a time is held in float64.
     """
     partial_products = []
@@ -61,7 +60,7 @@ def update_products(
     if not partial_products:
         return torch.zeros(3, dtype=torch.float64)
     cross, own, other = torch.stack(partial_products).sum(dim=0).unbind()
-    return torch.stack([cross * (current_scale * previous_scale), own * current_scale**2, other * previous_scale**2])
+    return torch.stack([cross * previous_scale, own, other * previous_scale**2])
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:

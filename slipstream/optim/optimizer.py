@@ -11,17 +11,17 @@ A step never waits for the device. On a GPU, small matrices share kernels, and l
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from . import kernels
-from .rules import NS_DTYPES, SCALES, adamw_step_from, adamw_update, momentum_weight, orthogonal_update, sign_update
+from .rules import NS_DTYPES, SCALES, adamw_step_from, adamw_update, momentum_weight, orthogonal_update
 
 STACK_ELEMENTS = 2**24
 """Largest number of elements of a stack in fp32, and of a piece of a large tensor. Large matrices do not profit from
@@ -33,6 +33,7 @@ LARGE_ELEMENTS = 2**20
 
 View = Callable[[Tensor], Tensor]
 """Function that selects the same part of each of several tensors."""
+Item = TypeVar("Item")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -52,6 +53,32 @@ class PredictingOptimizer(Optimizer):
     """An optimizer that can write predicted weights in the same pass that makes the update."""
 
     _ahead: tuple[Mapping[Tensor, Tensor], float] | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raises a ValueError if a new param group has a value that is out of range."""
+        _require_not_negative(group, "lr", "weight_decay")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group([parameter for parameter in group["params"] if parameter.grad is not None], group)
+        return loss
+
+    @abstractmethod
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates those parameters of a param group that have a gradient."""
 
     @torch.no_grad()
     def step_ahead(self, working: Mapping[Tensor, Tensor], coefficient: float) -> None:
@@ -133,53 +160,38 @@ class Muon(PredictingOptimizer):
         super().__setstate__(state)
         self._stacks = {}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        with _newest_group(self) as group:
-            _require_not_negative(group, "lr", "weight_decay", "lookahead")
-            _require_fraction(group, "beta")
-            if group["lookahead"] * (1 - group["beta"]) > 1 + 1e-9:
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        _require_not_negative(group, "lookahead")
+        _require_fraction(group, "beta")
+        if group["lookahead"] * (1 - group["beta"]) > 1 + 1e-9:
+            raise ValueError(
+                f"lookahead is {group['lookahead']}, more than 1 / (1 - beta) = {1 / (1 - group['beta']):g}, where "
+                "the newest gradient is all that counts: use less"
+            )
+        if group["ns_steps"] < 1:
+            raise ValueError(f"ns_steps is {group['ns_steps']}: use at least 1 Newton-Schulz step")
+        if group["ns_dtype"] not in NS_DTYPES:
+            raise ValueError(f"ns_dtype is {group['ns_dtype']}: use one of {', '.join(map(str, NS_DTYPES))}")
+        if group["scale"] not in SCALES:
+            raise ValueError(f"scale {group['scale']!r} is unknown: choose one of {', '.join(SCALES)}")
+        for parameter in group["params"]:
+            if parameter.ndim not in (2, 3):
                 raise ValueError(
-                    f"lookahead is {group['lookahead']}, more than 1 / (1 - beta) = {1 / (1 - group['beta']):g}, where "
-                    "the newest gradient is all that counts: use less"
+                    f"Muon needs matrices (2-D) or stacks of them (3-D) and was given a parameter of "
+                    f"shape {tuple(parameter.shape)}: give that one to AdamW"
                 )
-            if group["ns_steps"] < 1:
-                raise ValueError(f"ns_steps is {group['ns_steps']}: use at least 1 Newton-Schulz step")
-            if group["ns_dtype"] not in NS_DTYPES:
-                raise ValueError(f"ns_dtype is {group['ns_dtype']}: use one of {', '.join(map(str, NS_DTYPES))}")
-            if group["scale"] not in SCALES:
-                raise ValueError(f"scale {group['scale']!r} is unknown: choose one of {', '.join(SCALES)}")
-            for parameter in group["params"]:
-                if parameter.ndim not in (2, 3):
-                    raise ValueError(
-                        f"Muon needs matrices (2-D) or stacks of them (3-D) and was given a parameter of "
-                        f"shape {tuple(parameter.shape)}: give that one to AdamW"
-                    )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            alike: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    alike[*parameter.shape[-2:], parameter.dtype, parameter.device].append(parameter)
-            for parameters in alike.values():
-                for stack in _stacks(parameters, stack_elements(group["ns_dtype"])):
-                    self._step_stack(stack, group)
-        return loss
-
-    def _step_stack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        updates = orthogonal_update(
-            self._directions(parameters, group),
-            lr=group["lr"],
-            ns_steps=group["ns_steps"],
-            ns_dtype=group["ns_dtype"],
-            scale=group["scale"],
-            may_overwrite=True,
-        )
-        for parameter, update in _pieces(updates, parameters):
-            self._apply(parameter, update, group)
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        alike: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            alike[*parameter.shape[-2:], parameter.dtype, parameter.device].append(parameter)
+        settings = {key: group[key] for key in ("lr", "ns_steps", "ns_dtype", "scale")}
+        for of_one_shape in alike.values():
+            for stack in split(of_one_shape, Tensor.numel, stack_elements(group["ns_dtype"])):
+                updates = orthogonal_update(self._directions(stack, group), **settings, may_overwrite=True)
+                for parameter, update in _pieces(updates, stack):
+                    self._apply(parameter, update, group)
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Updates every momentum. Returns the directions.
@@ -266,30 +278,23 @@ class AdamW(PredictingOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        with _newest_group(self) as group:
-            _require_not_negative(group, "lr", "eps", "weight_decay")
-            _require_fraction(group, "beta1", "beta2")
-            if group["predictor"] not in ADAMW_PREDICTORS:
-                raise ValueError(f"predictor is {group['predictor']!r}: use one of {', '.join(ADAMW_PREDICTORS)}")
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        _require_not_negative(group, "eps")
+        _require_fraction(group, "beta1", "beta2")
+        if group["predictor"] not in ADAMW_PREDICTORS:
+            raise ValueError(f"predictor is {group['predictor']!r}: use one of {', '.join(ADAMW_PREDICTORS)}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    # The count is a Python int, so reading it never waits for a device.
-                    state["step"] = 0
-                    state["mean"] = torch.zeros_like(parameter)
-                    state["square"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                self._step_parameter(parameter, state, group)
-        return loss
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                # The count is a Python int, so reading it never waits for a device.
+                state["step"] = 0
+                state["mean"] = torch.zeros_like(parameter)
+                state["square"] = torch.zeros_like(parameter)
+            state["step"] += 1
+            self._step_parameter(parameter, state, group)
 
     def expected(self, parameter: Tensor, group: dict[str, Any], view: View = whole) -> Tensor | None:
         if parameter.grad is None or not expects_nesterov(group):
@@ -335,19 +340,10 @@ class SignDescent(PredictingOptimizer):
     def __init__(self, params: ParamsT, *, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        with _newest_group(self) as group:
-            _require_not_negative(group, "lr", "weight_decay")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._apply(parameter, sign_update(parameter.grad, lr=group["lr"]), group)
-        return loss
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            # u = lr sign(g)
+            self._apply(parameter, _gradient(parameter).sign().mul_(group["lr"]), group)
 
 
 def _settings(group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -360,25 +356,18 @@ def expects_nesterov(group: dict[str, Any]) -> bool:
     return group["predictor"] == "nesterov" and not group["nesterov"]
 
 
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def _stacks(parameters: list[Tensor], max_elements: int) -> Iterator[list[Tensor]]:
-    """Splits a list of matrices of the same shape into stacks of at most `max_elements` elements, with at least one
-    parameter each."""
-    stack: list[Tensor] = []
-    elements = 0
-    for parameter in parameters:
-        if stack and elements + parameter.numel() > max_elements:
-            yield stack
-            stack, elements = [], 0
-        stack.append(parameter)
-        elements += parameter.numel()
-    yield stack
+def split(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Splits items, in order, into lists whose sizes add up to at most `most`, with at least one item each."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part
 
 
 def share_kernels(parameters: list[Tensor]) -> bool:
@@ -431,17 +420,6 @@ def _present(tensor: Tensor | None) -> list[Tensor]:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-@contextmanager
-def _newest_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Yields the group that was just added, so that it can be checked. Removes the group again if the check raises a
-    ValueError."""
-    try:
-        yield optimizer.param_groups[-1]
-    except ValueError:
-        optimizer.param_groups.pop()
-        raise
 
 
 def _require_not_negative(group: dict[str, Any], *fields: str) -> None:

@@ -8,6 +8,7 @@ a parameter.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,18 +153,6 @@ def _polynomial(
     return symmetric_product(A, alpha=c * unit**2, added=A, beta=b * unit, diagonal=a, scale=factors, dtype=dtype)
 
 
-def momentum_direction(
-    gradient: Tensor, momentum: Tensor, *, beta: float, nesterov: bool, lookahead: float = 1.0
-) -> Tensor:
-    """Updates the momentum with a gradient, and returns the direction. The result may be the momentum itself: do not
-    write to it."""
-    # m <- beta m + (1 - beta) g
-    momentum.lerp_(gradient, 1 - beta)
-    if not nesterov:
-        return momentum
-    return gradient.lerp(momentum, momentum_weight(beta, nesterov, lookahead))
-
-
 def momentum_weight(beta: float, nesterov: bool, lookahead: float) -> float:
     """Returns the weight of the momentum in the direction. The newest gradient has the rest."""
     if not nesterov:
@@ -194,34 +183,14 @@ def shape_scale(scale: str, rows: int, cols: int) -> float:
     raise ValueError(f"scale {scale!r} is unknown: choose one of {', '.join(SCALES)}")
 
 
-def muon_update(
-    gradient: Tensor,  # (rows, cols) or (n, rows, cols)
-    momentum: Tensor,  # same shape, written
-    *,
-    lr: float,
-    beta: float,
-    nesterov: bool,
-    ns_steps: int,
-    ns_dtype: torch.dtype,
-    scale: str,
-    lookahead: float = 1.0,
-) -> Tensor:
-    """Computes the update of Muon. The momentum is a moving average, as in torch.optim.Muon."""
-    direction = momentum_direction(gradient, momentum, beta=beta, nesterov=nesterov, lookahead=lookahead)
-    return orthogonal_update(direction, lr=lr, ns_steps=ns_steps, ns_dtype=ns_dtype, scale=scale)
-
-
 def adamw_update(
     gradient: Tensor,
     mean: Tensor,  # m, written
     square: Tensor,  # v, written
     *,
-    step: int,  # t, counted from 1
-    lr: float,
     beta1: float,
     beta2: float,
-    eps: float,
-    nesterov: bool,
+    **settings: Any,  # the others of `adamw_step_from`
 ) -> Tensor:
     """Computes the update of AdamW without weight decay.
 
@@ -236,9 +205,7 @@ def adamw_update(
     mean.lerp_(gradient, 1 - beta1)
     # v <- beta2 v + (1 - beta2) g^2
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    return adamw_step_from(
-        gradient, mean, square, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, nesterov=nesterov
-    )
+    return adamw_step_from(gradient, mean, square, beta1=beta1, beta2=beta2, **settings)
 
 
 def adamw_step_from(
@@ -246,7 +213,7 @@ def adamw_step_from(
     mean: Tensor,
     square: Tensor,
     *,
-    step: int,
+    step: int,  # t, counted from 1
     lr: float,
     beta1: float,
     beta2: float,
@@ -261,8 +228,3 @@ def adamw_step_from(
     rate = lr / (1 - beta1**step)
     update = numerator.mul_(rate) if nesterov else numerator.mul(rate)
     return update.div_(denominator)
-
-
-def sign_update(gradient: Tensor, *, lr: float) -> Tensor:
-    """Returns u = lr sign(g)."""
-    return gradient.sign().mul_(lr)

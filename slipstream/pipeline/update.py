@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ..checkpoint.stage_state import group_facts, restore_groups
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
-from ..optim.optimizer import PredictingOptimizer, View, whole
+from ..optim.optimizer import PredictingOptimizer, View, split, whole
 from .partition import Tied
 from .reduction import NUM_PRODUCTS
 from .weight_versions import WeightVersions
@@ -83,21 +83,15 @@ class Updater:
         self._last_samples: dict[str, Tensor] = {}
         self.products = torch.zeros(len(groups), NUM_PRODUCTS, dtype=torch.float64, device=device)
 
-    def _partition(self, group: Group, names: list[str]) -> Iterator[list[str]]:
+    def _partition(self, group: Group, names: list[str]) -> Iterable[list[str]]:
         """Divides the parameters of a group into parts. All are in one part, unless z[t] has to be kept. Then
         parameters of the same shape are next to each other, for optimizers that stack them."""
         masters = self._versions.masters
         keeps = names and not isinstance(group.optimizer([masters[names[0]]]), PredictingOptimizer)
         if not (self._versions.is_mixed and group.error_feedback != 0 and keeps):
-            yield from ([names] if names else [])
-            return
-        part: list[str] = []
-        for name in sorted(names, key=lambda name: tuple(masters[name].shape)):
-            if part and sum(masters[other].numel() for other in part) + masters[name].numel() > PART_ELEMENTS:
-                yield part
-                part = []
-            part.append(name)
-        yield from ([part] if part else [])
+            return [names] if names else []
+        by_shape = sorted(names, key=lambda name: tuple(masters[name].shape))
+        return split(by_shape, lambda name: masters[name].numel(), PART_ELEMENTS)
 
     def _part(self, index: int, group: Group, names: list[str]) -> Part:
         masters = [self._versions.masters[name] for name in names]

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.optim.learning_rate import (
-    SCHEDULES,
-    constant,
-    cosine,
-    learning_rate_schedule,
-    linear,
-    one_minus_sqrt,
-    wsd,
-)
+from slipstream.optim.learning_rate import SCHEDULES, learning_rate_schedule
 
 
-def every(name: str, warmup_steps: int = 10):  # type: ignore[no-untyped-def]
-    return learning_rate_schedule(name, warmup_steps=warmup_steps, total_steps=100, decay_steps=20, final_fraction=0.1)
+def every(name: str, warmup_steps: int = 10, total_steps: int = 100, decay_steps: int = 20, final: float = 0.1):  # type: ignore[no-untyped-def]
+    return learning_rate_schedule(
+        name, warmup_steps=warmup_steps, total_steps=total_steps, decay_steps=decay_steps, final_fraction=final
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -43,33 +37,33 @@ def test_multiplier_is_clamped_after_the_end(name: str) -> None:
 
 
 def test_constant_stays_at_the_peak() -> None:
-    assert [constant(2)(step) for step in (0, 1, 2, 10**6)] == [0.5, 1.0, 1.0, 1.0]
+    assert [every("constant", 2)(step) for step in (0, 1, 2, 10**6)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_cosine_and_linear_are_halfway_in_the_middle() -> None:
-    assert cosine(10, 110, 0.1)(60) == pytest.approx(0.55)
-    assert linear(10, 110, 0.1)(60) == pytest.approx(0.55)
-    assert cosine(0, 100, 0.0)(25) == pytest.approx((1 + 0.5**0.5) / 2)
+    assert every("cosine", 10, 110)(60) == pytest.approx(0.55)
+    assert every("linear", 10, 110)(60) == pytest.approx(0.55)
+    assert every("cosine", 0, 100, final=0.0)(25) == pytest.approx((1 + 0.5**0.5) / 2)
 
 
 def test_wsd_holds_the_peak_until_the_decay() -> None:
-    multiplier = wsd(10, 20, 100, 0.0)
+    multiplier = every("wsd", final=0.0)
     assert {multiplier(step) for step in range(9, 81)} == {1.0}
     assert [multiplier(step) for step in (85, 90, 100)] == pytest.approx([0.75, 0.5, 0.0])
 
 
 def test_one_minus_sqrt_holds_the_peak_and_falls_with_the_root_of_the_decay_that_has_passed() -> None:
-    multiplier = one_minus_sqrt(10, 16, 100, 0.0)
+    multiplier = every("1-sqrt", decay_steps=16, final=0.0)
     assert {multiplier(step) for step in range(9, 85)} == {1.0}
     assert [multiplier(step) for step in (85, 88, 93, 99, 100)] == pytest.approx(
         [1 - 1 / 4, 1 - 2 / 4, 1 - 3 / 4, 1 - (15 / 16) ** 0.5, 0.0], abs=1e-15
     )
-    assert one_minus_sqrt(10, 16, 100, 0.2)(88) == pytest.approx(0.2 + 0.8 / 2)
+    assert every("1-sqrt", decay_steps=16, final=0.2)(88) == pytest.approx(0.2 + 0.8 / 2)
 
 
 def test_run_may_consist_of_warmup_alone() -> None:
-    assert cosine(10, 10, 0.1)(9) == 1.0
-    assert wsd(10, 0, 10, 0.1)(9) == 1.0
+    assert every("cosine", 10, 10)(9) == 1.0
+    assert every("wsd", 10, 10, 0)(9) == 1.0
 
 
 def test_unknown_schedule_is_refused_with_the_known_ones() -> None:
@@ -82,12 +76,12 @@ def test_unknown_schedule_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: constant(-1), "warmup_steps is -1: use 0 or more"),
-        (lambda: cosine(20, 10, 0.1), "total_steps is 10: use at least the 20 of warmup_steps"),
-        (lambda: linear(20, 10, 0.1), "total_steps is 10: use at least the 20 of warmup_steps"),
-        (lambda: wsd(0, -1, 10, 0.1), "decay_steps is -1: use 0 or more"),
-        (lambda: wsd(5, 6, 10, 0.1), "decay_steps is 6: use at most the 5 that warm-up leaves"),
-        (lambda: cosine(0, 10, 1.1), "final_fraction is 1.1: use a value from 0 to 1"),
+        (lambda: every("constant", -1), "warmup_steps is -1: use 0 or more"),
+        (lambda: every("cosine", 20, 10), "total_steps is 10: use at least the 20 of warmup_steps"),
+        (lambda: every("linear", 20, 10), "total_steps is 10: use at least the 20 of warmup_steps"),
+        (lambda: every("wsd", 0, 10, -1), "decay_steps is -1: use 0 or more"),
+        (lambda: every("wsd", 5, 10, 6), "decay_steps is 6: use at most the 5 that warm-up leaves"),
+        (lambda: every("cosine", 0, 10, final=1.1), "final_fraction is 1.1: use a value from 0 to 1"),
     ],
 )
 def test_bad_setting_is_refused_by_name(make, message: str) -> None:  # type: ignore[no-untyped-def]

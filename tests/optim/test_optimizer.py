@@ -11,9 +11,10 @@ from functools import partial
 
 import pytest
 import torch
+from muon_rule import muon_update
 from torch import Tensor, nn
 
-from slipstream.optim import AdamW, Muon, SignDescent, adamw_update, muon_update, predict
+from slipstream.optim import AdamW, Muon, SignDescent, adamw_update, predict
 from slipstream.optim.optimizer import PredictingOptimizer
 from slipstream.tools.plan.live import LiveBytes
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from muon_rule import muon_direction, muon_update
 from torch import Tensor, nn
 
 from slipstream.optim import rules
-from slipstream.optim.rules import SCALES, adamw_update, momentum_direction, muon_update, newton_schulz, shape_scale
+from slipstream.optim.rules import SCALES, adamw_update, newton_schulz, shape_scale
 
 MUON: dict[str, Any] = {
     "lr": 0.02,
@@ -202,7 +203,7 @@ def test_muon_is_torch_muon_with_another_newton_schulz(
 def test_the_direction_looks_as_far_ahead_as_it_is_told(lookahead: float) -> None:
     momentum, gradient = random(4, 3, seed=1), random(4, 3, seed=2)
     after = 0.9 * momentum + 0.1 * gradient
-    direction = momentum_direction(gradient, momentum, beta=0.9, nesterov=True, lookahead=lookahead)
+    direction = muon_direction(gradient, momentum, beta=0.9, nesterov=True, lookahead=lookahead)
     torch.testing.assert_close(direction, after + lookahead * 0.1 * (gradient - after), rtol=0, atol=1e-15)
     torch.testing.assert_close(momentum, after, rtol=0, atol=1e-15)
 
