@@ -8,14 +8,13 @@ check.py verifies that a schedule has these properties.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import chain
-from operator import gt
 
 from .action import Action, Op
-from .traits import DEPTHS, SCHEDULES, TRAITS, Place, Traits
+from .generators import Place, one_f_one_b
+from .traits import DEPTHS, SCHEDULES, TRAITS, Traits
 
 
 class ScheduleError(ValueError):
@@ -69,7 +68,7 @@ class Schedule:
     """First step to play. A resumed run has made this many updates before."""
     global_update: bool = True
     """Whether an update waits for a sum over all stages (clipping, tied weights, inf and nan)."""
-    evaluate_after: Collection[int] = field(default=())
+    evaluate_after: Collection[int] = ()
     """Steps after which the evaluation set passes through the pipeline."""
     num_evaluations: int = 0
     """Number of microbatches of the evaluation set."""
@@ -142,7 +141,7 @@ class Schedule:
         first, turn = self.first_step, max(self.first_step, num_sync)  # the schedule itself begins at `turn`
         num_steps = None if self.num_steps is None else self.num_steps - turn
         shape = stage, self.num_stages, self.num_microbatches
-        start = TRAITS["one_f_one_b"].generate(Place(*shape, 0, first, turn - first, 0))
+        start = one_f_one_b(Place(*shape, 0, first, turn - first, 0))
         rest = self.traits.generate(Place(*shape, self.warmup(stage), turn, num_steps, num_sync))
         actions = chain(start, rest if num_steps != 0 else ())
         return self._with_evaluations(actions, stage) if self.num_evaluations and self.evaluate_after else actions
@@ -163,23 +162,20 @@ class Schedule:
         due = next(coming, None)
         consistent = not self.traits.steps_alone
 
-        def evaluate(is_known: Callable[[int], bool]) -> Iterator[Action]:
+        def evaluate(step: int, waits: bool = False) -> Iterator[Action]:
+            """Yields the evaluations after steps before `step`. With `waits`, only those after updates that the weights
+            of the batch of `step` contain."""
             nonlocal due
-            while due is not None and is_known(due):
+            while due is not None and due + (self.horizon(stage, due) if waits else 0) < step:
                 for microbatch in range(self.num_evaluations):
                     yield Action(stage, Op.EVALUATE, microbatch, due + 1)
                 due = next(coming, None)
 
         for action in actions:
             if action.op is Op.FORWARD and action.microbatch % self.num_microbatches == 0:
-                step = action.microbatch // self.num_microbatches
-                yield from evaluate(partial(self._is_known, stage, step, consistent))
+                yield from evaluate(action.microbatch // self.num_microbatches, waits=consistent)
             elif action.op is Op.UPDATE and consistent:
-                yield from evaluate(partial(gt, action.version - 1))
+                yield from evaluate(action.version - 1)
             yield action
         if self.num_steps is not None:
-            yield from evaluate(partial(gt, self.num_steps))
-
-    def _is_known(self, stage: int, step: int, consistent: bool, evaluated: int) -> bool:
-        """Returns whether the batch of `step` runs with weights that contain the update of step `evaluated`."""
-        return evaluated + 1 + (self.horizon(stage, evaluated) if consistent else 0) <= step
+            yield from evaluate(self.num_steps)

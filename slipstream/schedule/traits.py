@@ -13,29 +13,8 @@ from .action import Action
 
 
 @dataclass(frozen=True)
-class Place:
-    """A stage, and the properties of the schedule that decide the actions of this stage."""
-
-    stage: int
-    num_stages: int
-    num_microbatches: int
-    warmup: int
-    """For two_bw: number of forwards in flight before the first backward. It depends on the depth."""
-    first_step: int
-    num_steps: int | None
-    """Number of steps from `first_step` on. None means forever."""
-    oldest: int
-    """Oldest weight version that the schedule reads: the version that a synchronous start leaves, or version 0."""
-
-    @property
-    def usual(self) -> tuple[int, int, int, int | None, int]:
-        """Returns the arguments that every generator takes."""
-        return self.stage, self.num_stages, self.num_microbatches, self.num_steps, self.first_step
-
-
-@dataclass(frozen=True)
 class Traits:
-    generate: Callable[[Place], Iterator[Action]]
+    generate: Callable[[generators.Place], Iterator[Action]]
     flushes: bool = False
     """Whether the pipeline is empty when the update of a step is made."""
     steps_alone: bool = False
@@ -60,25 +39,25 @@ class Traits:
 
 TRAITS = {
     "gpipe": Traits(
-        lambda place: generators.gpipe(*place.usual),
+        generators.gpipe,
         flushes=True,
         ahead=lambda num_stages, num_microbatches, warmup: num_microbatches - 1,
     ),
-    "one_f_one_b": Traits(lambda place: generators.one_f_one_b(*place.usual), flushes=True),
+    "one_f_one_b": Traits(generators.one_f_one_b, flushes=True),
     "two_bw": Traits(
-        lambda place: generators.two_bw(*place.usual, oldest=place.oldest, warmup=place.warmup),
+        generators.two_bw,
         has_slack=True,
         depths=("minimum", "double"),
         delay=lambda num_stages, stage: 1,
         ahead=lambda num_stages, num_microbatches, warmup: warmup,
     ),
     "pipedream": Traits(
-        lambda place: generators.pipedream(*place.usual, oldest=place.oldest),
+        generators.pipedream,
         steps_alone=True,
         delay=lambda num_stages, stage: num_stages - 1 - stage,
         ahead=lambda num_stages, num_microbatches, warmup: (num_stages - 1) * num_microbatches,
     ),
-    "paci": Traits(lambda place: generators.paci(*place.usual), steps_alone=True, drifts=True),
+    "paci": Traits(generators.paci, steps_alone=True, drifts=True),
 }
 SCHEDULES = tuple(TRAITS)
 DEPTHS = tuple(dict.fromkeys(depth for traits in TRAITS.values() for depth in traits.depths))

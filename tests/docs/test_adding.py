@@ -201,12 +201,12 @@ def test_a_mistake_with_ones_own_is_one_sentence_before_anything_starts(folder, 
 
 
 def test_a_schedule_that_breaks_a_promise_is_refused(folder, text_file, capsys, monkeypatch):
-    def swapped(*place) -> Iterator[Action]:
-        actions = generators.one_f_one_b(*place)
+    def swapped(place: generators.Place) -> Iterator[Action]:
+        actions = generators.one_f_one_b(place)
         yield from reversed(list(islice(actions, 2)))
         yield from actions
 
-    monkeypatch.setitem(TRAITS, "one_f_one_b", Traits(lambda place: swapped(*place.usual), flushes=True))
+    monkeypatch.setitem(TRAITS, "one_f_one_b", Traits(swapped, flushes=True))
     arguments = ["--pipeline.schedule", "one_f_one_b", "--optimizer.error-feedback", "0", "--data.sources"]
     assert run(["train", *SMALL, *arguments, str(text_file), "--train.steps", "2"]) == 2
     said = capsys.readouterr().err
