@@ -17,16 +17,14 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteError, PipelineError
 from ..optim.correction import Alignment
-from ..optim.groups import Group
 from ..schedule import Action, Op, Schedule
 from ..transport.base import Transport
 from ..transport.host_staging import copy_to_host
 from ..transport.link import Message, PeerLost, place_of
 from ..transport.streams import Streams, await_device, fetch
 from .clock import Activity, Clock
-from .partition import Tied
 from .peak_memory import peak_memory
-from .reduction import Finished, Requests, Sums
+from .reduction import Finished, Requests
 from .sampling import Sampler
 from .task import Evaluation, EvaluationReport, StepReport, Task
 from .update import Updater
@@ -60,8 +58,6 @@ class Executor:
         schedule: Schedule,
         versions: WeightVersions,
         updater: Updater,
-        groups: Sequence[Group],
-        tied: Mapping[str, Tied],
         task: Task,
         device: torch.device,
         owners: Mapping[str, int] | None = None,
@@ -75,8 +71,7 @@ class Executor:
         further. For `reduction_dtype` see Reducer, for `until` see Pipeline."""
         self._backward_lock = backward_lock or nullcontext()
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
-        self._groups, self._task, self._device = groups, task, device
-        self._owners = owners
+        self._task, self._device, self._owners = task, device, owners
         self._streams = Streams(device)
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.num_stages - 1
@@ -94,8 +89,6 @@ class Executor:
             schedule,
             versions,
             updater,
-            groups,
-            tied,
             self._streams,
             self.clock,
             owners,
@@ -104,7 +97,7 @@ class Executor:
         )
         self._update_step: UpdateStep | None = None
         """Update of the batch that has ended and whose update is not due yet."""
-        self._summed = tuple(tied) if transport.num_replicas == 1 else None
+        self._summed = tuple(updater.tied) if transport.num_replicas == 1 else None
         """Parameters whose gradients are summed with those of other stages or replicas. None means all of them."""
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
@@ -127,13 +120,19 @@ class Executor:
         try:
             with self._streams.running():
                 for action in self._announced(actions):
-                    if (report := self._play(action)) is not None:
+                    self.action = action
+                    with self._transport.limit(lambda: str(self.action)), self._streams.computing():
+                        report = self._handlers[action.op](action)
+                    if report is not None:
                         yield report
-                    if self._is_stopped():
+                    # A run that ends as planned plays on, because an evaluation may follow the last update.
+                    if self.end != self._schedule.num_steps and self._versions.newest >= self.end:
                         break
-                self._update_maker.finish_reports()
+                self._update_maker.later.finish()
                 self._transport.flush()
-            self._await_the_end()
+            if self._device.type == "cuda":
+                transport = self._transport
+                await_device(transport.stage, transport.timeout_seconds, lambda: "the end of the run")
             self.clock.finish()
         except PeerLost as lost:
             raise PipelineError(self._transport.fail(str(lost))) from lost
@@ -143,17 +142,14 @@ class Executor:
                     self._await_all_stages()
             self._transport.fail(str(error))
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = f"stage {self._transport.stage} failed at {self.action}"
-            self._transport.fail(f"{where} with {type(error).__name__}: {error}{place_of(error)}")
+            said = self._transport.fail(f"{where} with {type(error).__name__}: {error}{place_of(error)}")
+            if isinstance(error, SystemExit):  # which would end this process without a word to the others
+                raise RuntimeError(said) from error
             raise
         finally:
-            self._update_maker.close()
-
-    def _await_the_end(self) -> None:
-        if self._device.type == "cuda":
-            transport = self._transport
-            await_device(transport.stage, transport.timeout_seconds, lambda: "the end of the run")
+            self._update_maker.background.shutdown(wait=False, cancel_futures=True)
 
     def _await_all_stages(self) -> None:
         """Waits until all stages have seen the inf or nan. Every stage reaches the same verdict, but the last one to
@@ -165,12 +161,16 @@ class Executor:
         """Yields every action after the next LOOKAHEAD actions have been announced to the links."""
         ahead: deque[Action] = deque()
         for action in actions:
-            if self._is_beyond(action):
+            is_batch = action.op is not Op.EVALUATE
+            if is_batch and action.microbatch >= self.end * self._schedule.num_microbatches:
                 if action.op is Op.UPDATE:  # all remaining actions come before it
                     break
                 continue
             with self._streams.computing():
-                self._expect(action)
+                if action.op is Op.BACKWARD and self._takes_gradients:
+                    self._transport.backward_in.expect(self._kind(action))
+                elif action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
+                    self._transport.forward_in.expect(self._kind(action))
             ahead.append(action)
             if len(ahead) > LOOKAHEAD:
                 yield ahead.popleft()
@@ -190,26 +190,6 @@ class Executor:
         announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
         end = step + 1 + max(map(self._schedule.delay, range(self._schedule.num_stages))) + announced
         self.end = min(end, self.end)
-
-    def _is_beyond(self, action: Action) -> bool:
-        is_batch = action.op is not Op.EVALUATE
-        return is_batch and action.microbatch >= self.end * self._schedule.num_microbatches
-
-    def _is_stopped(self) -> bool:
-        """Tells whether the run ends early and has reached its end. It is False where the run ends as planned, because
-        an evaluation may follow the last update."""
-        return self.end != self._schedule.num_steps and self._versions.newest >= self.end
-
-    def _play(self, action: Action) -> StepReport | EvaluationReport | None:
-        self.action = action
-        with self._transport.limit(lambda: str(action)), self._streams.computing():
-            return self._handlers[action.op](action)
-
-    def _expect(self, action: Action) -> None:
-        if action.op in (Op.FORWARD, Op.EVALUATE) and not self._is_first:
-            self._transport.forward_in.expect(self._kind(action))
-        elif action.op is Op.BACKWARD and self._takes_gradients:
-            self._transport.backward_in.expect(self._kind(action))
 
     def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts to copy tensors to the host, in parallel with the actions that follow. Returns a function that waits
@@ -239,16 +219,12 @@ class Executor:
         self._enter(Activity.FORWARD, action)
         outputs = self._versions.module(action.version)(_unpack(inputs))
         if self._is_last:
-            loss = self._task.loss(outputs, targets) * self._task.loss_scale(step)
+            loss = self._loss(outputs, targets) * self._task.loss_scale(step)
             self._batch_loss = loss.detach() if self._batch_loss is None else self._batch_loss + loss.detach()
             outputs = loss
         self.clock.enter(Activity.OTHER)
         message = _pack(outputs)
-        if not self._is_last:
-            detached = tuple(tensor.detach() for tensor in message)
-            self._transport.forward_out.send(
-                self._kind(action), detached, lambda: f"the activations of {action} to be taken"
-            )
+        self._send_on(action, message)
         self._in_flight.append(InFlight(action.microbatch, action.version, inputs, message))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
@@ -299,13 +275,10 @@ class Executor:
     def _place_of_update(self, step: int) -> Place:
         if not self._schedule.traits.has_slack or step < self._schedule.sync_start_steps:
             return Place.FOREGROUND
-        overlaps = self._device.type in OVERLAPPING and not self._awaits_evaluation(step - 1)
-        return Place.BACKGROUND if overlaps else Place.SUMS_IN_BACKGROUND
-
-    def _awaits_evaluation(self, step: int) -> bool:
-        """Tells whether an evaluation after `step` is still to come. It needs the masters as they are."""
-        schedule = self._schedule
-        return schedule.num_evaluations > 0 and step > self._last_evaluated and step in schedule.evaluate_after
+        # An evaluation after the step before may still be to come. It needs the masters as they are.
+        schedule, before = self._schedule, step - 1
+        is_read = schedule.num_evaluations > 0 and before > self._last_evaluated and before in schedule.evaluate_after
+        return Place.BACKGROUND if self._device.type in OVERLAPPING and not is_read else Place.SUMS_IN_BACKGROUND
 
     def _update(self, action: Action) -> StepReport:
         update, self._update_step = self._update_step, None
@@ -319,26 +292,19 @@ class Executor:
         if self._versions.num_versions > 1:
             live = {self._versions.newest, *(flight.version for flight in self._in_flight)}
             self.peak_versions = max(self.peak_versions, len(live))
-        return self._report(update.step, sums)
-
-    def _report(self, step: int, sums: Sums) -> StepReport:
+        names = [group.name for group in self._updater.groups]
         return StepReport(
-            step=step,
+            step=update.step,
             loss=sums.loss,
             utilisations=sums.utilisations,
             memory=sums.memory,
             splits=sums.splits,
-            gradient_norms={
-                group.name: square**0.5 for group, square in zip(self._groups, sums.squared_norms, strict=True)
-            },
-            alignments={
-                group.name: Alignment.from_products(products)
-                for group, products in zip(self._groups, sums.products, strict=True)
-            },
+            gradient_norms={name: square**0.5 for name, square in zip(names, sums.squared_norms, strict=True)},
+            alignments=dict(zip(names, map(Alignment.from_products, sums.products), strict=True)),
             skipped=sums.non_finite is not None,
             save=sums.requests.save,
             busy=sums.requests.busy,
-            delay=step - self._first_read.pop(step),
+            delay=update.step - self._first_read.pop(update.step),
         )
 
     def _evaluate(self, action: Action) -> EvaluationReport | None:
@@ -360,12 +326,9 @@ class Executor:
             if self._is_last and self._sampler is not None:
                 self._sampler.draw(outputs, lambda: f"the logits of {action}")
             elif self._is_last:
-                self._add_evaluated(evaluation, action.microbatch, self._task.loss(outputs, targets))
+                self._add_evaluated(evaluation, action.microbatch, self._loss(outputs, targets))
         self.clock.enter(Activity.OTHER)
-        if not self._is_last:
-            self._transport.forward_out.send(
-                self._kind(action), _pack(outputs), lambda: f"the activations of {action} to be taken"
-            )
+        self._send_on(action, _pack(outputs))
         if action.microbatch < self._schedule.num_evaluations - 1:
             return None
         self._last_evaluated = action.version - 1
@@ -373,13 +336,12 @@ class Executor:
         losses, self._evaluation_losses = self._evaluation_losses, []
         sampler, self._sampler = self._sampler, None
         if not losses:
-            return EvaluationReport(action.version - 1, None)
+            return EvaluationReport(self._last_evaluated, None)
         waiting = lambda: f"the loss of {action}"  # noqa: E731
         fetched = fetch(torch.stack(losses).flatten(), self._transport.stage, self._transport.timeout_seconds, waiting)
         total, *parts = fetched.tolist()
-        return EvaluationReport(
-            action.version - 1, total, tuple(parts), () if sampler is None else sampler.continuations()
-        )
+        samples = () if sampler is None else sampler.continuations()
+        return EvaluationReport(self._last_evaluated, total, tuple(parts), samples)
 
     def _add_evaluated(self, evaluation: Evaluation, index: int, loss: Tensor) -> None:
         """Adds the loss of a batch to that of the evaluation set, and to that of its part."""
@@ -407,6 +369,21 @@ class Executor:
         waiting = lambda: f"the other replicas' masters for {action}"  # noqa: E731
         masters = gather_masters(self._transport, self._owners, self._versions, dtypes, waiting, aside=True)
         return self._versions.with_weights(masters)
+
+    def _loss(self, outputs: Any, targets: Any) -> Tensor:
+        loss = self._task.loss(outputs, targets)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss function returns a tensor of shape {tuple(loss.shape)}: return one number, such as the mean"
+            )
+        return loss
+
+    def _send_on(self, action: Action, outputs: Message) -> None:
+        """Sends the outputs of an action to the next stage, if there is one."""
+        if not self._is_last:
+            message = tuple(tensor.detach() for tensor in outputs)
+            waiting = lambda: f"the activations of {action} to be taken"  # noqa: E731
+            self._transport.forward_out.send(self._kind(action), message, waiting)
 
     def _kind(self, action: Action) -> str:
         if action.op is not Op.EVALUATE:

@@ -190,8 +190,6 @@ class Pipeline:
             schedule=self.schedule,
             versions=self.versions,
             updater=self.updater,
-            groups=groups,
-            tied=self.tied,
             task=Task(
                 data=lambda step, microbatch: data(step, microbatch * transport.num_replicas + transport.replica),
                 loss=loss,

@@ -65,6 +65,7 @@ class Updater:
     ) -> None:
         """`learning_rate` maps the index of an update to a factor of every optimizer's own rate."""
         self._versions, self._learning_rate = versions, learning_rate
+        self.groups, self.tied = groups, tied
         aliases = {tied[name].name if name in tied else name: name for name in versions.parameters(0)}
         named = [(alias, versions.parameters(0)[name]) for alias, name in aliases.items()]
         members = {

@@ -7,20 +7,18 @@ compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
 import torch
 
 from ..errors import NonFiniteError
-from ..optim.groups import Group
 from ..schedule import Action, Schedule
 from ..transport.base import Transport
 from ..transport.computing_threads import begin_computing_thread
 from ..transport.streams import Event, Streams
 from .clock import Activity, Clock, Mark
-from .partition import Tied
 from .reduction import Finished, Later, Reducer, Sums
 from .update import Updater
 from .weight_versions import WeightVersions
@@ -63,8 +61,6 @@ class UpdateMaker:
         schedule: Schedule,
         versions: WeightVersions,
         updater: Updater,
-        groups: Sequence[Group],
-        tied: Mapping[str, Tied],
         streams: Streams,
         clock: Clock,
         owners: Mapping[str, int] | None,
@@ -74,7 +70,7 @@ class UpdateMaker:
         """`owners` maps each parameter to the replica that steps it. None means that every replica does. With
         `skip_non_finite`, an update with an inf or nan is skipped. Otherwise it raises."""
         self._transport, self._schedule, self._versions, self._updater = transport, schedule, versions, updater
-        self._groups, self._owners, self._skips = groups, owners, skip_non_finite
+        self._owners, self._skips = owners, skip_non_finite
         self.streams, self.clock = streams, clock
         self.background = ThreadPoolExecutor(
             max_workers=1,
@@ -83,16 +79,16 @@ class UpdateMaker:
             initargs=(torch.get_num_threads(),),
         )
         # The last backward of a batch goes from the last stage to the first within this many steps.
-        self._later = Later(self.background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches))
+        self.later = Later(self.background, 1 - (-(schedule.num_stages - 1) // schedule.num_microbatches))
         self._reducer = Reducer(
             transport,
-            [group.name for group in groups],
+            [group.name for group in updater.groups],
             updater.group_of,
-            tied,
+            updater.tied,
             schedule.global_update,
             owners,
             reduction_dtype,
-            self._later,
+            self.later,
         )
 
     def reduce(self, step: int, finished: Finished) -> Sums:
@@ -101,8 +97,12 @@ class UpdateMaker:
     def apply(self, step: int, finished: Finished, sums: Sums) -> None:
         self.streams.wait_for_copies()  # a snapshot may still be copying what this overwrites
         if sums.non_finite is None:
+            scales = [
+                1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (square**0.5 + 1e-6))
+                for group, square in zip(self._updater.groups, sums.squared_norms, strict=True)
+            ]
             horizon = self._schedule.horizon(self._transport.stage, step)
-            self._updater.apply(step, finished.gradients, self._clip_scales(sums), horizon)
+            self._updater.apply(step, finished.gradients, scales, horizon)
         elif self._skips:
             self._updater.skip()
         else:
@@ -110,19 +110,6 @@ class UpdateMaker:
         if self._owners is not None:
             waiting = lambda: f"the other replicas' part of the update of step {step + 1}"  # noqa: E731
             share(self._transport, self._owners, self._versions.next_weights(), waiting)
-
-    def _clip_scales(self, sums: Sums) -> list[float]:
-        return [
-            1.0 if group.clip_norm is None else min(1.0, group.clip_norm / (square**0.5 + 1e-6))
-            for group, square in zip(self._groups, sums.squared_norms, strict=True)
-        ]
-
-    def finish_reports(self) -> None:
-        """Waits for the background gathers that no update waited for."""
-        self._later.finish()
-
-    def close(self) -> None:
-        self.background.shutdown(wait=False, cancel_futures=True)
 
 
 class UpdateStep:

@@ -11,6 +11,7 @@ from harness import Task, even_cut, forks, largest_difference, load_example, net
 from torch import Tensor, nn
 
 from slipstream import Evaluation, Group, Pipeline, launch
+from slipstream.errors import StageFailure
 from slipstream.schedule import ScheduleError
 from slipstream.transport.base import gather_objects
 from slipstream.transport.thread import ThreadMesh
@@ -101,6 +102,14 @@ def test_a_loss_of_one_element_may_have_dimensions():
         own = Task(task.model, task.data, loss)
         outcomes.append(run_pipeline(own, 2, ADAMW, num_microbatches=2, num_steps=2, evaluation=evaluation))
     assert outcomes[0].evaluations == outcomes[1].evaluations
+
+
+def test_a_loss_of_several_elements_is_refused_with_its_shape():
+    task = network()
+    own = Task(task.model, task.data, partial(nn.functional.mse_loss, reduction="none"))
+    message = r"stage 1 failed at 1F0@v0 with ValueError: the loss function returns a tensor of shape \(\d+, \d+\): "
+    with pytest.raises(StageFailure, match=message + "return one number, such as the mean"):
+        run_pipeline(own, 2, ADAMW, num_microbatches=2, num_steps=2)
 
 
 @forks

@@ -43,6 +43,8 @@ class Trap(nn.Module):
         if self.left < 0:
             if self.spring == "raise":
                 raise ValueError("boom")
+            if self.spring == "exit":
+                sys.exit(0)
             os.kill(os.getpid(), signal.SIGKILL if self.spring == "kill" else signal.SIGSTOP)
         return x * self.weight
 
@@ -80,6 +82,13 @@ def test_a_stage_that_raises_is_named_with_its_action(stage, threads):
     with pytest.raises(StageFailure, match=rf"stage {stage} failed at {stage}F\d+@v\d+ with ValueError: boom"):
         run_with_trap("raise", stage, timeout_seconds=120, threads=threads)
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
+def test_a_model_that_exits_is_named_with_its_action_and_its_line(threads):
+    where = r"stage 1 failed at 1F\d+@v\d+ with SystemExit: 0, at test_faults.py:\d+ in forward"
+    with pytest.raises(StageFailure, match=where):
+        run_with_trap("exit", 1, timeout_seconds=120, threads=threads)
 
 
 @forks
