@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -80,6 +80,11 @@ class Tied:
     """Whether it is never updated. Then its copies are made equal at the start, and nothing else is sent."""
 
 
+def canonical(name: str, tied: Mapping[str, Tied]) -> str:
+    """Returns the name of a parameter in parameter groups and in the state, which is the same on all its stages."""
+    return tied[name].name if name in tied else name
+
+
 def tied_parameters(model: nn.Sequential, sizes: Sequence[int]) -> dict[str, Tied]:
     """Returns the weights that are tied across stages, by every name they have.
 
@@ -107,13 +112,13 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def trainable_names(module: nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def first_trained_stage(model: nn.Sequential, sizes: Sequence[int]) -> int:
     """Returns the first stage that has a parameter to train. No gradient is needed before it."""
     for stage in range(len(sizes)):
-        if trainable_names(cut(model, sizes, stage)):
+        if trainable(cut(model, sizes, stage)):
             return stage
     raise ValueError("all parameters are frozen, so there is nothing to train: set requires_grad for some")

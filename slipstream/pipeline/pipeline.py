@@ -21,27 +21,27 @@ from torch import Tensor, nn
 
 from ..checkpoint.reading import MASTER
 from ..checkpoint.stage_state import StageState, StateError, check_names, flatten, restore_parameter, unflatten
-from ..optim.groups import Group, assign
+from ..optim.groups import Group
 from ..precision import Precision
 from ..schedule import Action, EvaluationSteps, Schedule, ScheduleError, waits_for_sum
 from ..transport.base import Transport
-from .clock import Clock
 from .compiled import COMPILER, Backend, Compiled
 from .executor import Executor
 from .partition import (
     Tied,
+    canonical,
     check_sizes,
     cut,
     first_trained_stage,
     own_layers,
     partition,
     tied_parameters,
-    trainable_names,
+    trainable,
 )
 from .recompute import Recomputing
 from .reduction import Requests
 from .task import Data, Evaluation, EvaluationReport, Loss, StepReport, Task
-from .update import Updater
+from .update import Updater, group_indices
 from .weight_versions import WeightVersions, is_mixed, weight_layout
 from .zero1 import assign_owners, gather_masters
 
@@ -157,9 +157,9 @@ class Pipeline:
         own = own_layers(cut(model, sizes, stage), transport.shares_objects)
         module = _stage_module(model, own, recompute, compile)
         if prepare is not None:
-            trainable = trainable_names(module)
+            names = trainable(module).keys()
             prepare(module)
-            if trainable_names(module) != trainable:
+            if trainable(module).keys() != names:
                 raise ValueError("prepare changes requires_grad, which other stages must know: set it in the layers")
         module.to(device)
 
@@ -205,18 +205,16 @@ class Pipeline:
             backward_lock=COMPILER if compile else None,
             until=until,
         )
+        self.clock = self.executor.clock
+        """Clock that measures how this stage spends its time."""
         if start is not None:
             self._restore(start, {name for name, _ in model.named_parameters()})
 
     def _assign_owners(self, module: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
         self.transport.open_sharing()
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        names = {self.tied[name].name if name in self.tied else name: name for name in parameters}
-        elementwise = {
-            names[alias]: group.elementwise
-            for group, members in assign([(alias, parameters[name]) for alias, name in names.items()], groups)
-            for alias, _ in members
-        }
+        parameters = trainable(module)
+        indices = group_indices(parameters, groups, self.tied)
+        elementwise = {name: groups[index].elementwise for name, index in indices.items()}
         return assign_owners(parameters, elementwise, self.tied, self.transport.num_replicas)
 
     @torch.no_grad()
@@ -237,11 +235,8 @@ class Pipeline:
         """Returns this stage's masters and the buffers of its modules, by their names in the whole model. Use these to
         compare and export weights. Frozen weights, which never change, are not among them. If replicas share the
         optimizer, all of them must call it."""
-        masters: Mapping[str, Tensor] = self.versions.masters
-        if self._owners is not None:
-            dtypes = self.versions.master_dtypes
-            waiting = lambda: "the other replicas' masters"  # noqa: E731
-            masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
+        dtypes, waiting = self.versions.master_dtypes, lambda: "the other replicas' masters"
+        masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
         return {name: tensor.detach() for name, tensor in {**masters, **self.versions.buffers()}.items()}
 
     # ---- progress
@@ -268,11 +263,6 @@ class Pipeline:
         return self._owners is not None
 
     @property
-    def clock(self) -> Clock:
-        """Clock that measures how this stage spends its time."""
-        return self.executor.clock
-
-    @property
     def current_action(self) -> Action | None:
         return self.executor.action
 
@@ -288,22 +278,17 @@ class Pipeline:
 
     # ---- state for resuming
 
-    def _spoken_for(self) -> dict[str, str]:
-        """Returns the parameters whose state this stage saves, for itself and for other stages that hold them. It maps
-        their names here to their names in the state."""
-        return {
-            name: self._canonical(name)
-            for name in self.versions.parameters(0)
-            if name not in self.tied or self.tied[name].stages[0] == self.transport.stage
-        }
-
-    def _canonical(self, name: str) -> str:
-        return self.tied[name].name if name in self.tied else name
-
     def state(self) -> StageState:
         """Returns the state of this stage after the latest update. It holds the tensors themselves, not copies. Call it
         only in the loop over `run`, after a StepReport, or after the loop."""
-        is_first, tensors, names = self.transport.replica == 0, dict[str, Tensor](), self._spoken_for()
+        tied, stage, is_first = self.tied, self.transport.stage, self.transport.replica == 0
+        # The names here, and the names in the state, of what this stage saves for all stages that hold it.
+        names = {
+            name: canonical(name, tied)
+            for name in self.versions.parameters(0)
+            if name not in tied or tied[name].stages[0] == stage
+        }
+        tensors: dict[str, Tensor] = {}
         optimizer: dict[str, Any] = {}
         for name, optimizer_of, master in self.updater.optimizer_states():
             if name in names and (is_first or self._owners is not None):
@@ -319,7 +304,7 @@ class Pipeline:
         if is_first:
             tensors |= {f"buffer/{name}": buffer for name, buffer in self.versions.buffers().items()}
         if is_first or self._owners is not None:
-            tensors[f"products/{self.transport.stage}.{self.transport.replica}"] = self.updater.products
+            tensors[f"products/{stage}.{self.transport.replica}"] = self.updater.products
         return StageState(self.versions.newest, tensors, {"optimizer": optimizer, **self.updater.facts()})
 
     def snapshot(self, into: Mapping[str, Tensor] | None = None) -> Callable[[], StageState]:
@@ -333,7 +318,7 @@ class Pipeline:
     def _restore(self, start: StageState, known: Collection[str]) -> None:
         """known: names of all parameters of the model."""
         tensors, parameters = start.tensors, self.versions.parameters(0)
-        names = {name: self._canonical(name) for name in parameters}
+        names = {name: canonical(name, self.tied) for name in parameters}
         kept = {c: tensors[f"{MASTER}{c}"] for c in names.values() if f"{MASTER}{c}" in tensors}
         strange = [name for name in tensors if name.startswith(MASTER) and name.removeprefix(MASTER) not in known]
         check_names(

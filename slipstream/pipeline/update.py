@@ -25,11 +25,12 @@ from ..checkpoint.stage_state import group_facts, restore_groups
 from ..optim.correction import predict, update_products
 from ..optim.groups import Group, assign
 from ..optim.optimizer import PredictingOptimizer, View, split, whole
-from .partition import Tied
+from .partition import Tied, canonical
 from .reduction import NUM_PRODUCTS
 from .weight_versions import WeightVersions
 
-Pairs = Iterable[tuple[Tensor, Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]
+"""The working copy and the master of every parameter of a part."""
 
 PART_ELEMENTS = 2**26
 """Number of elements of z[t] that are kept at a time in mixed precision, unless a single parameter is larger. 256 MiB
@@ -45,10 +46,19 @@ class Part:
     index: int
     """Index of the group."""
     group: Group
-    names: list[str]
-    masters: list[nn.Parameter]
+    masters: dict[str, nn.Parameter]
+    """Masters of the parameters, by name."""
     optimizer: Optimizer
     base_rates: list[float]
+
+
+def group_indices(
+    parameters: Mapping[str, nn.Parameter], groups: Sequence[Group], tied: Mapping[str, Tied]
+) -> dict[str, int]:
+    """Returns the index of the group of every parameter, in the order of the groups."""
+    names = {canonical(name, tied): name for name in parameters}
+    assigned = assign([(alias, parameters[name]) for alias, name in names.items()], groups)
+    return {names[alias]: index for index, (_, members) in enumerate(assigned) for alias, _ in members}
 
 
 class Updater:
@@ -66,18 +76,13 @@ class Updater:
         """`learning_rate` maps the index of an update to a factor of every optimizer's own rate."""
         self._versions, self._learning_rate = versions, learning_rate
         self.groups, self.tied = groups, tied
-        aliases = {tied[name].name if name in tied else name: name for name in versions.parameters(0)}
-        named = [(alias, versions.parameters(0)[name]) for alias, name in aliases.items()]
-        members = {
-            index: [aliases[alias] for alias, _ in assigned]
-            for index, (_, assigned) in enumerate(assign(named, groups))
-        }
-        self.group_of = {name: index for index, names in members.items() for name in names}
+        self.group_of = group_indices(versions.parameters(0), groups, tied)
         """Index of the group of every parameter, owned or not."""
+        owned = [name for name in self.group_of if name in versions.masters]
         self._parts = [
             self._part(index, group, names)
             for index, group in enumerate(groups)
-            for names in self._partition(group, [name for name in members[index] if name in versions.masters])
+            for names in self._partition(group, [name for name in owned if self.group_of[name] == index])
         ]
         self._track_alignment = track_alignment and versions.separate_masters
         self._last_coefficients: list[float | None] = [None] * len(groups)
@@ -95,10 +100,9 @@ class Updater:
         return split(by_shape, lambda name: masters[name].numel(), PART_ELEMENTS)
 
     def _part(self, index: int, group: Group, names: list[str]) -> Part:
-        masters = [self._versions.masters[name] for name in names]
-        optimizer = group.optimizer(masters)
-        rates = [param_group["lr"] for param_group in optimizer.param_groups]
-        return Part(index, group, names, masters, optimizer, rates)
+        masters = {name: self._versions.masters[name] for name in names}
+        optimizer = group.optimizer(list(masters.values()))
+        return Part(index, group, masters, optimizer, [param_group["lr"] for param_group in optimizer.param_groups])
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -108,7 +112,7 @@ class Updater:
         """Yields for every parameter its name, the optimizer that has its state, and the key of the state, which is the
         master."""
         for part in self._parts:
-            for name, master in zip(part.names, part.masters, strict=True):
+            for name, master in part.masters.items():
                 yield name, part.optimizer, master
 
     def facts(self) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class Updater:
             self._last_coefficients[part.index] = facts["coefficients"].get(part.group.name)
             if (kept := facts["groups"].get(part.group.name)) is not None:
                 restore_groups(part.optimizer, kept)
-            for name, master in zip(part.names, part.masters, strict=True):
+            for name, master in part.masters.items():
                 if name in samples:
                     self._last_samples[name] = samples[name].to(master.device)
 
@@ -139,7 +143,7 @@ class Updater:
             for param_group, base in zip(part.optimizer.param_groups, part.base_rates, strict=True):
                 param_group["lr"] = base * self._learning_rate(step)
             decay = 1 - part.optimizer.param_groups[0]["lr"] * part.group.weight_decay
-            for name, master in zip(part.names, part.masters, strict=True):
+            for name, master in part.masters.items():
                 gradient = gradients.pop(name, None)
                 if gradient is not None and scales[part.index] != 1:
                     gradient.mul_(scales[part.index])
@@ -147,54 +151,50 @@ class Updater:
                 if decay != 1:
                     master.mul_(decay)
             coefficient = part.group.error_feedback * horizon
-            working = [target[name] for name in part.names]
+            pairs: Pairs = [(target[name], master) for name, master in part.masters.items()]
             step_part = self._step_mixed if self._versions.is_mixed else self._step
-            products[part.index] += step_part(part, working, coefficient, decay)
-            for master in part.masters:
+            products[part.index] += step_part(part, pairs, coefficient, decay)
+            for master in part.masters.values():
                 master.grad = None
         self.products = products
         for part in self._parts:
             self._last_coefficients[part.index] = part.group.error_feedback * horizon
 
-    def _step(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
+    def _step(self, part: Part, pairs: Pairs, coefficient: float, decay: float) -> Tensor:
         """Steps a part whose working copies have the masters' dtype. Returns the products of this update and the
         previous one."""
         predicts = self._versions.separate_masters and coefficient != 0
         if predicts and not self._track_alignment and isinstance(part.optimizer, PredictingOptimizer):
-            part.optimizer.step_ahead(dict(zip(part.masters, working, strict=True)), coefficient)
+            part.optimizer.step_ahead({master: copy for copy, master in pairs}, coefficient)
             return torch.zeros_like(self.products[part.index])
         if predicts:
-            for copy, master in zip(working, part.masters, strict=True):
+            for copy, master in pairs:
                 copy.copy_(master)
         with torch.enable_grad():
             part.optimizer.step()
         products = torch.zeros_like(self.products[part.index])
-        if self._versions.separate_masters:
-            if self._track_alignment:
-                products = self._products(part, working, coefficient, decay)
-            if coefficient != 0:
-                _predict(part, working, coefficient)
-            else:
-                for copy, master in zip(working, part.masters, strict=True):
-                    copy.copy_(master)
+        if self._track_alignment:
+            products = self._products(part, pairs, coefficient, decay)
+        if predicts:
+            _predict(part, pairs, coefficient)
+        elif self._versions.separate_masters:
+            for copy, master in pairs:
+                copy.copy_(master)
         return products
 
-    def _step_mixed(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
+    def _step_mixed(self, part: Part, pairs: Pairs, coefficient: float, decay: float) -> Tensor:
         """Steps a part whose working copies have a coarser dtype, which cannot hold z[t]."""
-        samples = {
-            name: sample(master).clone()
-            for name, master in zip(part.names, part.masters, strict=True)
-            if self._track_alignment
-        }
+        masters = list(part.masters.values())
+        samples = {name: sample(master).clone() for name, master in part.masters.items() if self._track_alignment}
         if coefficient != 0 and isinstance(part.optimizer, PredictingOptimizer):
-            part.optimizer.step_ahead(dict(zip(part.masters, working, strict=True)), coefficient)
+            part.optimizer.step_ahead({master: copy for copy, master in pairs}, coefficient)
             return self._sampled_products(part, samples, predicts=True)
-        ahead: Sequence[Tensor] = part.masters if coefficient == 0 else [master.clone() for master in part.masters]
+        ahead: Sequence[Tensor] = masters if coefficient == 0 else [master.clone() for master in masters]
         with torch.enable_grad():
             part.optimizer.step()
         if coefficient != 0:
-            predict(ahead, part.masters, coefficient)
-        for copy, weights in zip(working, ahead, strict=True):
+            predict(ahead, masters, coefficient)
+        for (copy, _), weights in zip(pairs, ahead, strict=True):
             copy.copy_(weights)
         return self._sampled_products(part, samples, predicts=coefficient != 0)
 
@@ -209,7 +209,7 @@ class Updater:
         self._last_coefficients = [None] * len(self._last_coefficients)
         self._last_samples.clear()
 
-    def _products(self, part: Part, working: list[Tensor], coefficient: float, decay: float) -> Tensor:
+    def _products(self, part: Part, pairs: Pairs, coefficient: float, decay: float) -> Tensor:
         """Returns the inner products of this update and the expected one. They are computed from existing copies of the
         weights, so that no update is ever stored.
 
@@ -217,16 +217,15 @@ class Updater:
         it, the update is compared with u[t-1]: the newest version is z[t], and the working copy, which is about to be
         overwritten, is z[t-1].
         """
-        newest = [self._versions.parameters(self._versions.newest)[name] for name in part.names]
-        last = self._last_coefficients[part.index]
+        versions, last = self._versions, self._last_coefficients[part.index]
+        newest = [versions.parameters(versions.newest)[name] for name in part.masters]
+        copies = [copy for copy, _ in pairs]
         if coefficient != 0 and last:
-            current: Pairs = zip(working, part.masters, strict=True)
-            previous: Pairs = ((before / decay, ahead) for before, ahead in zip(working, newest, strict=True))
-            return update_products(current, previous, previous_scale=1 / last)
-        if coefficient == 0 and last == 0 and self._versions.num_versions == 2:
-            current = ((before * decay, master) for before, master in zip(newest, part.masters, strict=True))
-            previous = zip(working, newest, strict=True)
-            return update_products(current, previous)
+            previous = ((copy / decay, ahead) for copy, ahead in zip(copies, newest, strict=True))
+            return update_products(pairs, previous, previous_scale=1 / last)
+        if coefficient == 0 and last == 0 and versions.num_versions == 2:
+            current = ((ahead * decay, master) for ahead, (_, master) in zip(newest, pairs, strict=True))
+            return update_products(current, zip(copies, newest, strict=True))
         return torch.zeros_like(self.products[part.index])
 
     def _sampled_products(self, part: Part, samples: Mapping[str, Tensor], predicts: bool) -> Tensor:
@@ -235,7 +234,7 @@ class Updater:
         total = torch.zeros_like(self.products[part.index])
         expected_of = _expectation(part)
         for name, before in samples.items():
-            master = self._versions.masters[name]
+            master = part.masters[name]
             update = before - sample(master)
             if name in self._last_samples:
                 u, v = update.double(), self._last_samples[name].double()
@@ -245,10 +244,10 @@ class Updater:
         return total
 
 
-def _predict(part: Part, working: list[Tensor], coefficient: float) -> None:
+def _predict(part: Part, pairs: Pairs, coefficient: float) -> None:
     """Overwrites the working copies, which hold z[t], with x."""
     expected_of = _expectation(part)
-    for copy, master in zip(working, part.masters, strict=True):
+    for copy, master in pairs:
         expected = expected_of(master, whole)
         if expected is None:
             predict([copy], [master], coefficient)

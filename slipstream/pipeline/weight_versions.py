@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .partition import trainable
+
 
 class Masters(Enum):
     """Where the masters of a stage are."""
@@ -84,7 +86,7 @@ def weight_layout(
 
 def is_mixed(module: nn.Module, dtype: torch.dtype | None) -> bool:
     """Returns whether working copies of this dtype differ from the parameters. None means the module's own dtype."""
-    return dtype is not None and any(parameter.dtype != dtype for parameter in _trainable(module).values())
+    return dtype is not None and any(parameter.dtype != dtype for parameter in trainable(module).values())
 
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -117,43 +119,38 @@ class WeightVersions:
         blank              the weights to train are irrelevant: they will be restored, and use no memory before that
         """
         cast_frozen(module, dtype)
-        trainable = _trainable(module)
-        exempt = _exempt(module)
-        names = [name for name in trainable if owned is None or name in owned]
+        trained, exempt = trainable(module), _exempt(module)
+        names = [name for name in trained if owned is None or name in owned]
         self.is_mixed = is_mixed(module, dtype)
-        self.is_partial = len(names) < len(trainable)
+        has_copies = self.is_mixed or len(names) < len(trained)  # masters that no replica of the module can hold
         self.separate_masters = layout.masters is Masters.SEPARATE
         if self.is_mixed and not self.separate_masters:
             raise ValueError(f"working copies in {dtype} need separate masters: pass is_mixed to weight_layout")
-        self.master_dtypes = {name: p.dtype for name, p in trainable.items()}
+        self.master_dtypes = {name: p.dtype for name, p in trained.items()}
         """Dtype of the master of every parameter, owned or not."""
         self.newest = 0
         self._predicts, self._drifting = layout.predicts, layout.drifts
-        if self.separate_masters and (self.is_mixed or self.is_partial):
-            self.masters = {name: _replica(trainable[name], blank) for name in names}
-        if self.is_mixed:
-            for name, parameter in trainable.items():
-                if name not in exempt:
-                    parameter.data = _placeholder(parameter, dtype) if blank else parameter.data.to(dtype)
-        elif blank:
-            for parameter in trainable.values():
-                parameter.data = _placeholder(parameter, parameter.dtype)
+        if self.separate_masters and has_copies:
+            self.masters = {name: _replica(trained[name], blank) for name in names}
+        for name, parameter in trained.items():
+            own_dtype = parameter.dtype if dtype is None or name in exempt else dtype
+            parameter.data = _placeholder(parameter, own_dtype) if blank else parameter.data.to(own_dtype)
         owns = {name for name, _ in module.named_buffers()}
         shared = {id(t): t for t in chain(module.buffers(), module.parameters()) if not t.requires_grad}
 
         def replicate() -> nn.Module:
-            replicas = {id(p): _replica(p, blank) for p in trainable.values()}
+            replicas = {id(p): _replica(p, blank) for p in trained.values()}
             return copy.deepcopy(module, {**shared, **replicas})
 
         self._buffers = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in owns}
         self._buffers_before: dict[int, dict[str, Tensor]] = {}
         """Buffers by step, as they were before the first forward of the step."""
         self._slots = [module, *(replicate() for _ in range(layout.num_versions - 1))]
-        self._parameters = [_trainable(slot) for slot in self._slots]
+        self._parameters = [trainable(slot) for slot in self._slots]
         self._master_module = None
-        if self.separate_masters and not (self.is_mixed or self.is_partial):
+        if self.separate_masters and not has_copies:
             self._master_module = replicate()
-            self.masters = _trainable(self._master_module)
+            self.masters = trainable(self._master_module)
         elif not self.separate_masters:
             is_alias, own = layout.masters is Masters.ALIASED, self._parameters[0]
             self.masters = {name: nn.Parameter(own[name].data) if is_alias else own[name] for name in names}
@@ -250,15 +247,14 @@ class WeightVersions:
     def take_gradients(self, version: int) -> dict[str, Tensor]:
         """Returns the gradient accumulated in a version and clears it, so that the next batch of this slot starts from
         zero."""
-        slot = version % self.num_versions
-        gradients = {}
-        for name, parameter in self._parameters[slot].items():
-            if (gradient := parameter.grad) is not None:
-                gradients[name], parameter.grad = gradient, None
-        gradients |= self._summed[slot]
-        self._summed[slot].clear()
+        parameters, sums = self.parameters(version), self._summed[version % self.num_versions]
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None} | sums
+        sums.clear()
+        for parameter in parameters.values():
+            parameter.grad = None
         return gradients
 
+    @torch.no_grad()
     def open_next(self) -> dict[str, Tensor]:
         """Begins the version after the newest, in the slot of the version that retires. Returns its weights, to be
         written.
@@ -269,7 +265,7 @@ class WeightVersions:
         if self.num_versions > 1 and not self.separate_masters:
             newest = self.parameters(self.newest)
             for name, master in self.masters.items():
-                _copy(newest[name], target[name])
+                target[name].copy_(newest[name])
                 master.data = target[name].data
         return target
 
@@ -304,11 +300,6 @@ def _placeholder(like: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @torch.no_grad()
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
-
-
-@torch.no_grad()
 def _add_to(sums: dict[str, Tensor], name: str, dtype: torch.dtype, parameter: Tensor) -> None:
     """Adds the gradient that a backward left in `grad` to the sums, and clears it."""
     gradient, parameter.grad = parameter.grad, None
@@ -317,10 +308,6 @@ def _add_to(sums: dict[str, Tensor], name: str, dtype: torch.dtype, parameter: T
         sums[name] += gradient
     else:
         sums[name] = gradient.to(dtype)
-
-
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _exempt(module: nn.Module) -> set[str]:
