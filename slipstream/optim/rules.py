@@ -19,6 +19,9 @@ SCALES = ("spectral", "match_rms_adamw")
 NS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 WIDE = 2
 """Smallest ratio of columns to rows for which several steps of Newton-Schulz at once need fewer FLOPs."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+"""Norm of a matrix below which Newton-Schulz treats it as noise."""
 AT_ONCE = 3
 """Number of steps that are made at once; see `_iterate_in_bf16`."""
 
@@ -27,8 +30,6 @@ def newton_schulz(
     matrices: Tensor,  # (rows, cols) or (n, rows, cols)
     steps: int = 5,
     dtype: torch.dtype = torch.float32,
-    eps: float = 1e-7,
-    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
     scale: float = 1.0,
     may_overwrite: bool = False,  # `matrices`; in bf16 its memory replaces a temporary
 ) -> Tensor:
@@ -38,7 +39,7 @@ def newton_schulz(
     for the steepest slope at zero, not for convergence. Singular values end between 0.68 and 1.21; those that are tiny
     relative to the norm of the matrix end below. `dtype` is that of the iteration; the result has the dtype of
     `matrices`. In bf16, a gradient that was summed in another order changes the result by 4e-3, so schedules can be
-    compared only in fp32 or fp64. A matrix whose norm is below `eps` is treated as noise: its result becomes smaller
+    compared only in fp32 or fp64. A matrix whose norm is below EPS is treated as noise: its result becomes smaller
     with it.
     """
     if matrices.ndim not in (2, 3):
@@ -51,22 +52,22 @@ def newton_schulz(
     X = matrices.to(dtype).reshape(-1, rows, cols)
     if dtype == torch.bfloat16:
         is_free = may_overwrite or matrices.dtype != dtype  # in the second case X is a copy
-        X = _iterate_in_bf16(X, steps, eps, coefficients, scale, is_free and X.is_contiguous())
+        X = _iterate_in_bf16(X, steps, scale, is_free and X.is_contiguous())
     else:
-        X = _iterate(X, steps, eps, coefficients)
+        X = _iterate(X, steps)
         if scale != 1:
             X = X.mul_(scale)
     return X.reshape(matrices.shape).to(matrices.dtype)
 
 
-def _iterate(X: Tensor, steps: int, eps: float, coefficients: tuple[float, float, float]) -> Tensor:
-    a, b, c = coefficients
+def _iterate(X: Tensor, steps: int) -> Tensor:
+    a, b, c = COEFFICIENTS
     # The Gram matrix X X^T is the smaller one only if X is wide.
     is_tall = X.shape[1] > X.shape[2]
     if is_tall:
         X = X.mT
     # X <- X / |X|_F, which bounds every singular value by 1
-    X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    X = X / torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(steps):
         # X <- a X + (b A + c A A) X with A = X X^T
         A = X @ X.mT
@@ -74,14 +75,7 @@ def _iterate(X: Tensor, steps: int, eps: float, coefficients: tuple[float, float
     return X.mT if is_tall else X
 
 
-def _iterate_in_bf16(
-    X: Tensor,
-    steps: int,
-    eps: float,
-    coefficients: tuple[float, float, float],
-    scale: float,
-    may_overwrite: bool,
-) -> Tensor:
+def _iterate_in_bf16(X: Tensor, steps: int, scale: float, may_overwrite: bool) -> Tensor:
     """Makes the same iteration as `_iterate`, but faster. Only the products themselves read or write anything as large
     as X, and the norm of X reads it once.
 
@@ -103,7 +97,7 @@ def _iterate_in_bf16(
     is_fine = halves_products(X)  # otherwise FLOPs hardly matter, or float16 is slow
     at_once = AT_ONCE if is_fine and cols >= WIDE * rows else 1
     gram_dtype = torch.float16 if is_fine else X.dtype
-    shrinking = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float32).clamp_(min=eps).reciprocal_()
+    shrinking = torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float32).clamp_(min=EPS).reciprocal_()
     for number, step in enumerate(range(0, steps, at_once)):
         is_first, is_last = step == 0, step + at_once >= steps
         A = symmetric_product(X, scale=shrinking.square().mul_(rows) if is_first else None, dtype=gram_dtype)
@@ -111,7 +105,7 @@ def _iterate_in_bf16(
         if is_last and scale != 1:
             factors = torch.full_like(shrinking, scale) if factors is None else factors * scale
         unit, num_steps = (1 / rows if is_first else 1.0), min(at_once, steps - step)
-        B = _several_steps(A, unit, num_steps, coefficients, factors, X.dtype)
+        B = _several_steps(A, unit, num_steps, factors, X.dtype)
         # (B X)^T = X^T B, because B is symmetric
         left, right = (X.mT, B) if is_last and is_tall else (B, X)
         if room is not None and number % 2 == 1:
@@ -126,30 +120,23 @@ def _several_steps(
     A: Tensor,
     unit: float,
     num_steps: int,
-    coefficients: tuple[float, float, float],
     factors: Tensor | None,  # (n,)
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns B multiplied by `factors`, where B X is the result of `num_steps` steps on X, if X X^T = unit A."""
     B = None
     for _ in range(num_steps - 1):
-        P = _polynomial(A, unit, coefficients)
+        P = _polynomial(A, unit)
         A, unit = symmetric_product(A, symmetric_product(P), alpha=unit), 1.0
         B = P if B is None else symmetric_product(P, B)
         del P
     if B is None:
-        return _polynomial(A, unit, coefficients, factors, dtype)
-    return symmetric_product(_polynomial(A, unit, coefficients), B, scale=factors, dtype=dtype)
+        return _polynomial(A, unit, factors, dtype)
+    return symmetric_product(_polynomial(A, unit), B, scale=factors, dtype=dtype)
 
 
-def _polynomial(
-    A: Tensor,
-    unit: float,
-    coefficients: tuple[float, float, float],
-    factors: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    a, b, c = coefficients
+def _polynomial(A: Tensor, unit: float, factors: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    a, b, c = COEFFICIENTS
     return symmetric_product(A, alpha=c * unit**2, added=A, beta=b * unit, diagonal=a, scale=factors, dtype=dtype)
 
 

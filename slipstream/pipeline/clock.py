@@ -122,9 +122,8 @@ class Clock:
         self._activity, self._since = Activity.OTHER, 0.0
         self._action: Action | None = None
         self._executor_cpu, self._cpu_since = 0.0, time.thread_time()
-        self._steady: _Reading | None = None
-        self._latest: _Reading | None = None
-        self._reported = self._read()
+        self._is_steady = False
+        self._steady = self._latest = self._reported = self._read()
         self._passing: deque[tuple[torch.cuda.Event, Activity, Action | None]] = deque()
         self._in_background: deque[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.watcher: Watcher | None = None
@@ -192,10 +191,12 @@ class Clock:
             self.spans.append(Span(left, self._activity, self._since, now))
             if self._activity.is_compute:
                 self._num_actions += 1
-            if self._steady is not None and self._activity is Activity.FORWARD:
+            if self._is_steady and self._activity is Activity.FORWARD:
                 self._latest = self._read()
-        if self._steady is None and activity is Activity.BACKWARD and action and action.microbatch >= self._steady_from:
-            self._steady = self._read()
+        is_filled = activity is Activity.BACKWARD and action is not None and action.microbatch >= self._steady_from
+        if is_filled and not self._is_steady:
+            self._is_steady = True
+            self._steady = self._latest = self._read()
         self._activity, self._action, self._since = activity, action, now
 
     def _read(self) -> _Reading:
@@ -214,21 +215,19 @@ class Clock:
 
     def split(self) -> TimeSplit:
         """Returns the times of the steady window. All are zero before it opens."""
-        if self._steady is None or self._latest is None:
-            return TimeSplit()
         return self._latest.since(self._steady)
 
     @property
     def num_actions(self) -> int:
         """Number of actions executed in the steady window, without updates in the background."""
-        return self._latest.num_actions - self._steady.num_actions if self._latest and self._steady else 0
+        return self._latest.num_actions - self._steady.num_actions
 
     @property
     def executor_seconds_per_action(self) -> tuple[float, float]:
         """Seconds of the executor per action of the steady window, as wall time and as CPU time of the thread. The CPU
         time does not advance while another thread, such as a background update, has the core. Both are nan before there
         is a window. The CPU time is nan on CUDA."""
-        if not self.num_actions or self._steady is None or self._latest is None:
+        if not self.num_actions:
             return math.nan, math.nan
         cpu = math.nan if self._cuda else self._latest.executor_cpu - self._steady.executor_cpu
         return self.split().other / self.num_actions, cpu / self.num_actions

@@ -104,10 +104,6 @@ class Updater:
         optimizer = group.optimizer(list(masters.values()))
         return Part(index, group, masters, optimizer, [param_group["lr"] for param_group in optimizer.param_groups])
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return [part.optimizer for part in self._parts]
-
     def optimizer_states(self) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
         """Yields for every parameter its name, the optimizer that has its state, and the key of the state, which is the
         master."""

@@ -89,14 +89,11 @@ class Timeline:
         return max(box.end for box in self.boxes)
 
     @cached_property
-    def utilisation(self) -> tuple[float, ...]:
-        """Returns the share of the whole run, including filling and draining, in which each stage works."""
-        return tuple(_busy(row) / self.makespan for row in self.boxes_by_stage)
-
-    @cached_property
     def steady_utilisation(self) -> tuple[float, ...]:
         """Returns the share of the steady state in which each stage works."""
-        return tuple(_busy(row[:-1]) / (row[-1].start - row[0].start) for row in self._steady_boxes)
+        return tuple(
+            sum(box.end - box.start for box in row[:-1]) / (row[-1].start - row[0].start) for row in self._steady_boxes
+        )
 
     @cached_property
     def bubble(self) -> float:
@@ -132,10 +129,6 @@ class Timeline:
             place = {box.action.microbatch: i for i, box in enumerate(row) if box.action.op is Op.FORWARD}
             rows.append(row[place[first] : place[last] + 1])
         return tuple(rows)
-
-
-def _busy(boxes: Sequence[Box]) -> float:
-    return sum(box.end - box.start for box in boxes)
 
 
 def min_steady_steps(schedule: Schedule) -> int:

@@ -179,7 +179,8 @@ def test_muon_is_torch_muon_with_another_newton_schulz(
     shape: tuple[int, int], nesterov: bool, scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exact(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-        return newton_schulz(matrix, steps, torch.float64, eps, coefficients)
+        assert (coefficients, eps) == (rules.COEFFICIENTS, rules.EPS)
+        return newton_schulz(matrix, steps, torch.float64)
 
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", exact)
     theirs, ours = nn.Parameter(random(*shape)), random(*shape)

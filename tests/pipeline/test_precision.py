@@ -186,7 +186,7 @@ def test_error_feedback_adds_no_byte_to_mixed_precision(lam):
         versions = pipeline.versions
         kept = [*versions.parameters(0).values(), *versions.parameters(1).values(), *versions.masters.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        states = [s for optimizer in pipeline.updater.optimizers for s in optimizer.state.values()]
+        states = [optimizer.state[master] for _, optimizer, master in pipeline.updater.optimizer_states()]
         state = sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor))
         numel = sum(p.numel() for p in versions.parameters(0).values())
         return sum(storages.values()), state, numel

@@ -182,7 +182,7 @@ def test_a_replica_keeps_masters_and_state_of_what_it_owns_alone():
 
     def sizes(pipeline: Pipeline) -> tuple[int, int]:
         masters = sum(master.numel() for master in pipeline.versions.masters.values())
-        states = [s for optimizer in pipeline.updater.optimizers for s in optimizer.state.values()]
+        states = [optimizer.state[master] for _, optimizer, master in pipeline.updater.optimizer_states()]
         return masters, sum(t.numel() for state in states for t in state.values() if isinstance(t, Tensor))
 
     def run(sharded: bool) -> list[tuple[int, int]]:

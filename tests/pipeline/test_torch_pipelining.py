@@ -51,7 +51,7 @@ def compare(transport: ProcessTransport, schedule: str) -> float:
         layers_per_stage=sizes,
     )
     list(ours.run())
-    [recorder] = ours.updater.optimizers
+    [recorder] = {optimizer for _, optimizer, _ in ours.updater.optimizer_states()}
 
     module = cut(copy.deepcopy(task.model), sizes, transport.stage)
     stage = PipelineStage(module, transport.stage, transport.num_stages, torch.device("cpu"))

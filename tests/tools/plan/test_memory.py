@@ -135,7 +135,7 @@ def measure(
         modules = [versions.module(versions.newest - i) for i in range(versions.num_versions)]
         kept = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         weights = storage_bytes([*kept, *versions.masters.values()])
-        states = [s for optimizer in pipeline.updater.optimizers if optimizer for s in optimizer.state.values()]
+        states = [optimizer.state[master] for _, optimizer, master in pipeline.updater.optimizer_states()]
         samples = pipeline.updater.samples().values()
         optimizer = storage_bytes(v for s in states for v in s.values() if isinstance(v, Tensor))
         optimizer += storage_bytes(samples)
