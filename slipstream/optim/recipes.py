@@ -68,19 +68,17 @@ class Recipe:
         if self.betas:
             values["betas"] = tuple(values.pop(key) for key in self.betas)
         keywords = {**values, **self.fixed, "lr": lr, "weight_decay": 0.0}
-        return partial(_make, cls, self, keywords)
+        return partial(self._make, cls, keywords)
 
-
-def _make(cls: type[Optimizer], recipe: Recipe, keywords: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    if recipe.matrices_only:
+    def _make(self, cls: type[Optimizer], keywords: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
         for parameter in parameters:
             # The class would silently treat a stack of matrices as one matrix.
-            if parameter.ndim != 2:
+            if self.matrices_only and parameter.ndim != 2:
                 raise ValueError(
                     f"{cls.__name__} needs matrices (2-D) and was given a parameter of shape "
                     f"{tuple(parameter.shape)}: muon takes stacks of them, AdamW everything"
                 )
-    return cls([{"params": parameters, **recipe.group}], **keywords)
+        return cls([{"params": parameters, **self.group}], **keywords)
 
 
 RECIPES: dict[str, Recipe] = {

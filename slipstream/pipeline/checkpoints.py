@@ -93,10 +93,9 @@ class StageWriter:
             self.has_failed = False
             if is_whole:
                 self._say(f"saved step {step} in {time.perf_counter() - self._began:.1f} s")
-        except CheckpointError as error:
-            self._say(f"step {step} has no checkpoint: {error}")
-        except Exception as error:  # an error of the copy, which would otherwise go unnoticed
-            self._say(f"step {step} has no checkpoint: {in_one_line(error)}")
+        except Exception as error:  # one of the copy would otherwise go unnoticed
+            reason = error if isinstance(error, CheckpointError) else in_one_line(error)
+            self._say(f"step {step} has no checkpoint: {reason}")
 
     def wait(self) -> None:
         """Waits until the write in progress is complete."""
@@ -137,6 +136,7 @@ class Checkpoints:
         say: Callable[[str], None] = print,
     ) -> None:
         self._transport, self._say = transport, say
+        self._is_first = transport.stage == 0 and transport.replica == 0
         self._writer: StageWriter | None = None
         store = Store(Path(folder) / FOLDER_NAME, keep_last, keep_every)
         if self._is_first:
@@ -184,10 +184,6 @@ class Checkpoints:
             self.close()
         elif self._writer is not None:
             self._writer.wait()
-
-    @property
-    def _is_first(self) -> bool:
-        return self._transport.stage == 0 and self._transport.replica == 0
 
     def _sum(self, number: int) -> int:
         """Returns the sum of the numbers of all stages and replicas, when all of them have called it."""

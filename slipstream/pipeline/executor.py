@@ -109,7 +109,7 @@ class Executor:
         assert schedule.num_steps is not None, "a run has an end"
         self.end = schedule.num_steps if until is None else until
         """Number of steps after which the run ends. It is reduced when a stop or pause is requested."""
-        self.stop_was_asked = self._pause_was_asked = False
+        self.stop_was_asked = False
         self._first_read: dict[int, int] = {}
         self.peak_in_flight = 0
         self.peak_versions = 1
@@ -182,14 +182,11 @@ class Executor:
         """Sets the end of the run if a stop or pause is requested. Every stage learns of the request with the sums of
         `step`. At that time no stage has begun, or announced to its neighbours, a batch beyond the last one that will
         be finished."""
-        is_new = not (self.stop_was_asked or self._pause_was_asked)
         self.stop_was_asked = self.stop_was_asked or requests.stop
-        self._pause_was_asked = self._pause_was_asked or requests.pause
-        if not is_new or not (requests.stop or requests.pause):
-            return
-        announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
-        end = step + 1 + max(map(self._schedule.delay, range(self._schedule.num_stages))) + announced
-        self.end = min(end, self.end)
+        if requests.stop or requests.pause:
+            announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
+            late = max(map(self._schedule.delay, range(self._schedule.num_stages)))
+            self.end = min(self.end, step + 1 + late + announced)  # a second request is later, so the first one counts
 
     def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts to copy tensors to the host, in parallel with the actions that follow. Returns a function that waits
@@ -345,12 +342,12 @@ class Executor:
 
     def _add_evaluated(self, evaluation: Evaluation, index: int, loss: Tensor) -> None:
         """Adds the loss of a batch to that of the evaluation set, and to that of its part."""
-        if not self._evaluation_losses:
-            self._evaluation_losses = [torch.zeros_like(loss) for _ in range(1 + len(evaluation.parts))]
-        self._evaluation_losses[0] = self._evaluation_losses[0] + evaluation.scaled(loss)
+        losses = self._evaluation_losses or [torch.zeros_like(loss) for _ in range(1 + len(evaluation.parts))]
+        losses[0] = losses[0] + evaluation.scaled(loss)
         if evaluation.parts:
             number, summand = evaluation.scaled_in_part(loss, index)
-            self._evaluation_losses[1 + number] = self._evaluation_losses[1 + number] + summand
+            losses[1 + number] = losses[1 + number] + summand
+        self._evaluation_losses = losses
 
     def _sequences(self, action: Action, index: int) -> Tensor | None:
         """Returns the inputs of an action that draws a token. The first stage waits for the token before."""

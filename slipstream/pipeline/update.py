@@ -79,11 +79,13 @@ class Updater:
         self.group_of = group_indices(versions.parameters(0), groups, tied)
         """Index of the group of every parameter, owned or not."""
         owned = [name for name in self.group_of if name in versions.masters]
-        self._parts = [
-            self._part(index, group, names)
-            for index, group in enumerate(groups)
-            for names in self._partition(group, [name for name in owned if self.group_of[name] == index])
-        ]
+        self._parts: list[Part] = []
+        for index, group in enumerate(groups):
+            for names in self._partition(group, [name for name in owned if self.group_of[name] == index]):
+                masters = {name: versions.masters[name] for name in names}
+                optimizer = group.optimizer(list(masters.values()))
+                base_rates = [param_group["lr"] for param_group in optimizer.param_groups]
+                self._parts.append(Part(index, group, masters, optimizer, base_rates))
         self._track_alignment = track_alignment and versions.separate_masters
         self._last_coefficients: list[float | None] = [None] * len(groups)
         self._last_samples: dict[str, Tensor] = {}
@@ -98,11 +100,6 @@ class Updater:
             return [names] if names else []
         by_shape = sorted(names, key=lambda name: tuple(masters[name].shape))
         return split(by_shape, lambda name: masters[name].numel(), PART_ELEMENTS)
-
-    def _part(self, index: int, group: Group, names: list[str]) -> Part:
-        masters = {name: self._versions.masters[name] for name in names}
-        optimizer = group.optimizer(list(masters.values()))
-        return Part(index, group, masters, optimizer, [param_group["lr"] for param_group in optimizer.param_groups])
 
     def optimizer_states(self) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
         """Yields for every parameter its name, the optimizer that has its state, and the key of the state, which is the
