@@ -157,9 +157,9 @@ class Pipeline:
         own = own_layers(cut(model, sizes, stage), transport.shares_objects)
         module = _stage_module(model, own, recompute, compile)
         if prepare is not None:
-            names = trainable(module).keys()
+            names = set(trainable(module))
             prepare(module)
-            if trainable(module).keys() != names:
+            if set(trainable(module)) != names:
                 raise ValueError("prepare changes requires_grad, which other stages must know: set it in the layers")
         module.to(device)
 
