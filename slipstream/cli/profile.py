@@ -32,7 +32,7 @@ class ProfileArguments(Config):
     """Measures the cost of every layer of a model on this device, for `slipstream plan --profile`.
 
     CONFIG.toml and --section.field are those of `slipstream train`. Only --train.device, --train.microbatch-size, the
-    model and the optimizer matter.
+    model, the vocabulary of the corpus and the optimizer matter.
     """
 
     output: Path = Path("profile.json")
