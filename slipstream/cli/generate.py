@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ..config.rules import is_unicode
 from ..errors import UsageError
 from .parse import parse, run_and_step
 
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> None:
     given = parse(GenerateArguments, arguments, "slipstream generate")
     if given.samples < 1:
         raise UsageError(f"samples = {given.samples} writes nothing: use 1 or more")
-    if given.prompt.encode(errors="ignore").decode() != given.prompt:
+    if not is_unicode(given.prompt):
         raise UsageError(f"prompt = {given.prompt!r} is not Unicode: write it in UTF-8")
     path, step = run_and_step(given.source)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -158,8 +157,7 @@ def _own(config: Config, corpus_vocab_size: int, cls: type[ModelSpec]) -> ModelS
 
 def _is_whole(hint: Any) -> bool:
     """Returns whether a field of this type takes whole numbers, and no fractions."""
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    kinds = typing.get_args(hint) if is_union else (hint,)
+    kinds = typing.get_args(hint) or (hint,)  # the members of a union
     return (int in kinds or "int" in kinds) and float not in kinds
 
 

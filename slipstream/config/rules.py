@@ -82,8 +82,7 @@ def validate(config: Config) -> None:
     for path, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{path} = {value} is not finite: write a number that is")
-        # A command line argument that could not be decoded contains surrogates, which cannot be written to a file.
-        if isinstance(value, str) and value.encode(errors="ignore").decode() != value:
+        if isinstance(value, str) and not is_unicode(value):
             raise ConfigError(f"{path} = {value!r} is not Unicode: write it in UTF-8")
     for path, (least, most) in LIMITS.items():
         if values[path] is not None and values[path] < least:
@@ -147,6 +146,12 @@ def _walk(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
         else:
             yield path, value
+
+
+def is_unicode(text: str) -> bool:
+    """Returns whether a text can be written in UTF-8. A command line argument that could not be decoded contains
+    surrogates, which cannot."""
+    return text.encode(errors="ignore").decode() == text
 
 
 def choose(path: str, value: str, known: Collection[str]) -> None:

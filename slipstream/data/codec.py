@@ -8,13 +8,12 @@ from .tokens import DataError, optional
 
 
 class Codec:
-    def __init__(self, tokenizer_json: bytes | None) -> None:
-        """tokenizer_json: None means that every byte is the token of its own number. Raises ImportError if the
-        tokenizers library is needed and missing."""
+    def __init__(self, tokenizer_json: bytes | None, whose: str) -> None:
+        """tokenizer_json: None means that every byte is the token of its own number. whose: what needs the codec, for
+        the error message where the tokenizers library is missing."""
         self._library = None
         if tokenizer_json is not None:
-            import tokenizers
-
+            tokenizers = optional("tokenizers", "text", whose)
             self._library = tokenizers.Tokenizer.from_str(tokenizer_json.decode())
 
     def encode(self, text: str) -> list[int]:
@@ -44,9 +43,7 @@ class Codec:
 
 def codec_of_corpus(tokenizer: str, tokenizer_json: bytes | None) -> Codec:
     """Returns the codec for `evaluation.prompts`. tokenizer, tokenizer_json: name and file, as in `Corpus`."""
-    if tokenizer == "bytes":
-        return Codec(None)
-    if tokenizer_json is None:
+    is_bytes = tokenizer == "bytes"
+    if tokenizer_json is None and not is_bytes:
         raise DataError("evaluation.prompts needs the tokenizer, which data.sources does not tell: leave it out.")
-    optional("tokenizers", "text", "evaluation.prompts")
-    return Codec(tokenizer_json)
+    return Codec(None if is_bytes else tokenizer_json, "evaluation.prompts")

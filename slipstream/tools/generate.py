@@ -125,7 +125,4 @@ def codec_of(source: Source) -> Codec:
         raise UsageError(
             f"{source.where} does not know its tokenizer: train with data.tokenizer, or copy tokenizer.json"
         )
-    try:
-        return Codec(None if source.is_bytes else source.tokenizer_json)
-    except ImportError:
-        raise UsageError("the model has a tokenizer, which needs a library: pip install 'slipstream[text]'") from None
+    return Codec(None if source.is_bytes else source.tokenizer_json, f"the tokenizer of {source.where}")
