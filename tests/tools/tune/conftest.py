@@ -1,0 +1,1 @@
+from tuning_target import short  # noqa: F401, a fixture
