@@ -171,6 +171,7 @@ def _draw_steps(axes: Axes, found: list[Option]) -> None:
     ]
     axes.set_yticks(places, labels, fontsize=8)
     axes.invert_yaxis()
+    axes.locator_params(axis="x", nbins=5)  # times of milliseconds have long labels
     axes.set_xlabel("seconds a step, mean over devices")
     axes.set_title("step (stages x replicas)")
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)

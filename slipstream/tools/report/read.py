@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...config.files import open_plain_file, read_plain_file
+from ...config.toml import read_toml
 from ...errors import UsageError
 from ...schedule import Action, Op
 from .series import Column
@@ -225,23 +225,14 @@ def _missing_metrics(metrics: Metrics) -> list[str]:
 # ---- the other files
 
 
-def _content(path: Path) -> bytes | None:
-    """Returns the content of a file, or None if it does not exist."""
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file, or None if the file does not exist."""
     try:
-        return read_plain_file(path)
+        tree = json.loads(read_plain_file(path))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unreadable(path, error) from error
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in a file, or None if the file does not exist."""
-    content = _content(path)
-    if content is None:
-        return None
-    try:
-        tree = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: wait if the run is just ending, or remove the file") from error
     if not isinstance(tree, dict):
@@ -255,11 +246,7 @@ def _read_config(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     tree = summary.get("config")
     if not isinstance(tree, dict):
         path = folder / "config.toml"
-        content = _content(path) or b""
-        try:
-            tree = tomllib.loads(content.decode())
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is not valid TOML ({error}): correct it there") from error
+        tree = read_toml(path) if path.exists() else {}
     return dict(_settings(tree))
 
 
