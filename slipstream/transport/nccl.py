@@ -87,9 +87,9 @@ def pretend_to_be_a_host(rank: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def new_group(ranks: Sequence[int], device: torch.device, max_blocks: int | None) -> dist.ProcessGroup:
-    """Creates a communicator, which is connected when this returns. Every rank creates every group, in the same
-    order."""
+def new_group(ranks: Sequence[int], device: torch.device | None, max_blocks: int | None) -> dist.ProcessGroup:
+    """Creates a communicator. Given a device, it is connected when this returns, and otherwise at its first use. Every
+    rank creates every group, in the same order."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if max_blocks is not None:
         options.config.max_ctas = max_blocks

@@ -26,7 +26,7 @@ from ... import Pipeline, StepReport
 from ...pipeline.clock import Activity, Clock, Span
 from ...schedule import TRAITS, Action, Op, Schedule, ScheduleError, waits_for_sum
 from ...transport.base import Transport
-from ...transport.nccl import FOREVER, LINK_BLOCKS
+from ...transport.nccl import LINK_BLOCKS, new_group
 from ...transport.process import ProcessTransport
 from .replay import replayed_step_time
 from .workloads import REAL_DIM, SEQUENCE_LENGTH, GpuSetting, Placement, Workload, emulated, on_gpu, real, work_of
@@ -345,9 +345,7 @@ def nccl_group(transport: ProcessTransport) -> dist.ProcessGroup:
     """Returns an NCCL group of all stages for torch's schedules, because the default group uses gloo. It is cached, so
     it is created only once. Its kernels have the same priority and number of blocks as those of slipstream's links.
     Otherwise, on a slice of a GPU, waiting receives would block the computation for which they wait."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = LINK_BLOCKS
-    return dist.new_group(backend="nccl", timeout=FOREVER, pg_options=options)
+    return new_group(range(dist.get_world_size()), None, LINK_BLOCKS)
 
 
 def _run_bare(contender: Contender, world: World, workload: Workload, transport: Transport, num_steps: int) -> Round:
