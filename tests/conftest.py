@@ -1,6 +1,9 @@
 """What all tests share: one thread, a small text, and the smallest run there is."""
 
+import gc
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,12 @@ torch.set_num_threads(1)
 torch.backends.mkldnn.enabled = False
 # The tests run on CPUs and stand for GPUs, where updates overlap. Tests of the CPU's own way take it back.
 OVERLAPPING.add("cpu")
+# Together they save a sixth of the suite's time: garbage is looked for less often, and a stage in a thread gives way to
+# another after half a millisecond instead of five.
+gc.set_threshold(50_000)
+sys.setswitchinterval(0.0005)
+# As `slipstream train` sets it before it imports torch, for the runs that are started from here.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # A shell starts what runs in its background with Ctrl-C ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

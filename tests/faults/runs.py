@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -67,7 +67,7 @@ class Shape:
         return [*arguments, "--checkpoint.resume", *(["--optimizer.sharded"] if self.sharded else [])]
 
 
-def _train(arguments: list[str], log: Path, status: Path) -> None:
+def _train(arguments: list[str], log: Path, environment: Mapping[str, str]) -> None:
     """In a process of its own, that has torch loaded already: `slipstream train`."""
     from slipstream import cli
 
@@ -75,7 +75,7 @@ def _train(arguments: list[str], log: Path, status: Path) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ[FOLDER_VARIABLE] = str(status)
+    os.environ.update(environment)
     sys.argv = ["slipstream", "train", *arguments]
     cli.main()
 
@@ -84,27 +84,35 @@ class Run:
     """`slipstream train`, or torchrun with it, as it goes."""
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, log: Path, torchrun: int = 0, max_restarts: int = 0
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        log: Path,
+        torchrun: int = 0,
+        max_restarts: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """folder: of the run. torchrun: so many processes that it starts; 0: the run starts its own."""
+        """folder: of the run. torchrun: so many processes that it starts; 0: the run starts its own, or is one of
+        several ranks if the environment says so."""
         self.folder, self.log = folder, log
         self.status = log.with_suffix(".status")
         log.parent.mkdir(parents=True, exist_ok=True)
+        own_environment = {**(environment or {}), FOLDER_VARIABLE: str(self.status)}
         self._own: ForkServerProcess | None = None
         self._torchrun: subprocess.Popen[bytes] | None = None
         if torchrun:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
             command += [f"--max-restarts={max_restarts}", "--monitor-interval=0.1", "-m", "slipstream", "train"]
-            environment = {**os.environ, FOLDER_VARIABLE: str(self.status), "OMP_NUM_THREADS": "1"}
+            inherited = {**os.environ, **own_environment, "OMP_NUM_THREADS": "1"}
             with log.open("wb") as file:
                 self._torchrun = subprocess.Popen(
-                    [*command, *arguments], stdout=file, stderr=file, env=environment, start_new_session=True
+                    [*command, *arguments], stdout=file, stderr=file, env=inherited, start_new_session=True
                 )
             self.pid = self._torchrun.pid
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["slipstream.cli.dispatch", "slipstream.train.trainer"])
-        self._own = context.Process(target=_train, args=(list(arguments), log, self.status))
+        self._own = context.Process(target=_train, args=(list(arguments), log, own_environment))
         self._own.start()
         assert self._own.pid is not None
         self.pid = self._own.pid

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import forks
 
 from slipstream.errors import RunFailure, UsageError
 from slipstream.tools.bench import slices
@@ -130,20 +131,26 @@ def test_what_the_user_set_is_kept_and_given_back(tools, monkeypatch):
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "theirs"
 
 
+@forks
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing_behind(tools, number):
-    script = (
-        "import signal, time\nfrom slipstream.tools.bench.slices import sliced\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\nwith sliced(25, clock_mhz=900): time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    def hold() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with sliced(25, clock_mhz=900):
+            time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=hold)
+    process.start()
+    assert process.pid is not None
     deadline = time.monotonic() + 60
     while not ((tools / "calls").exists() and any("-lgc" in line for line in calls(tools))):
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline and process.is_alive()
         time.sleep(0.05)
     time.sleep(0.3)
-    process.send_signal(number)
-    assert process.wait(30) != 0
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode not in (None, 0)
     assert "smi -i 0 -rgc" in calls(tools)
     assert_nothing_is_left(tools)
 
