@@ -111,7 +111,8 @@ class Run:
             self.pid = self._torchrun.pid
             return
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["slipstream.cli.dispatch", "slipstream.train.trainer"])
+        # torch._dynamo too, which every optimizer of torch imports.
+        context.set_forkserver_preload(["slipstream.cli.dispatch", "slipstream.train.trainer", "torch._dynamo"])
         self._own = context.Process(target=_train, args=(list(arguments), log, own_environment))
         self._own.start()
         assert self._own.pid is not None

@@ -23,6 +23,7 @@ from slipstream.config.schema import Config, ModelSection
 from slipstream.config.toml import load_toml
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import decoder
+from slipstream.observe.plots import draw_losses
 from slipstream.tools.plan.live import LiveBytes
 from slipstream.train.build import build_components
 from slipstream.train.process import make_pipeline
@@ -41,8 +42,9 @@ def checksum(config: Config, name: str, **fields: Any) -> str:
 
 
 @pytest.fixture
-def finished(tiny: Config) -> tuple[Config, Path]:
-    """Two stages as processes, twelve steps."""
+def finished(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Path]:
+    """Two stages as processes, twelve steps, and a picture."""
+    monkeypatch.setattr("slipstream.observe.summary.draw_losses", draw_losses)
     config = changed(tiny, pipeline__transport="process", train__steps=12, evaluation__every_steps=5)
     train(config)
     return config, Path(config.run.folder, config.run.name)
