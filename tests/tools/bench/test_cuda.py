@@ -183,8 +183,8 @@ def test_all_contenders_run_in_processes_that_are_spawned(monkeypatch, tmp_path,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(turns, "launch", launch_on_cpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(matrix, "GPU_NUM_STEPS", 3)
-    monkeypatch.setattr(matrix, "GPU_MIN_NUM_STEPS", 3)
+    monkeypatch.setattr(matrix, "GPU_NUM_STEPS", 5)
+    monkeypatch.setattr(matrix, "GPU_MIN_NUM_STEPS", 5)
     monkeypatch.setattr(command, "sliced", no_gpu)
     bench(["--device", "cuda", "--quick", "--stages", "2", "--microbatches", "4", *TINY, "--tied",
            "--output", str(tmp_path / "out")])  # fmt: skip
