@@ -79,7 +79,7 @@ def run_stage(worker: WorldWorker[Result], store: dist.Store, rank: int, options
         raise
     except PeerLost as lost:
         raise PipelineError(world.fail(str(lost))) from lost
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a SystemExit would end this process without a word to the others
         first = world.fail(f"{world.name} failed with {type(error).__name__}: {error}{place_of(error)}")
         raise StageFailure(first, traceback.format_exc()) from error
     world.leave()

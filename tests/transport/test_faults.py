@@ -91,6 +91,16 @@ def test_a_model_that_exits_is_named_with_its_action_and_its_line(threads):
         run_with_trap("exit", 1, timeout_seconds=120, threads=threads)
 
 
+@pytest.mark.parametrize("threads", [True, pytest.param(False, marks=forks)])
+def test_a_worker_that_exits_before_its_pipeline_is_named_with_its_line(threads):
+    def worker(transport: Transport) -> None:
+        if transport.stage == 1:
+            sys.exit("no such model")
+
+    with pytest.raises(StageFailure, match=r"stage 1 failed with SystemExit: no such model, at test_faults.py:\d+"):
+        launch(worker, 2, threads=threads, timeout_seconds=120, start_method="fork")
+
+
 @forks
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
