@@ -58,11 +58,11 @@ def free_port() -> int:
 def started(configs: dict[int, Config], port: int = 0) -> Iterator[list[Run]]:
     """Two ranks, or one of them, in processes that have loaded torch already."""
     folder, port = Path(configs[min(configs)].run.folder), port or free_port()
-    ranks = [
-        Run(by_hand(config), folder / RANKS, folder.parent / f"rank {rank}.log", environment=world_of(rank, port))
-        for rank, config in configs.items()
-    ]
+    ranks: list[Run] = []
     try:
+        for rank, config in configs.items():
+            log = folder.parent / f"rank {rank}.log"
+            ranks.append(Run(by_hand(config), folder / RANKS, log, environment=world_of(rank, port)))
         yield ranks
     finally:
         for rank in ranks:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import pickle
 from contextlib import contextmanager
 
 import pytest
 import torch
+from harness import forks
 
 from slipstream import launch
 from slipstream.cli import bench as command
@@ -169,12 +171,14 @@ def test_the_table_compares_with_torch_and_says_what_the_link_and_the_clock_were
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
-def test_all_contenders_run_in_processes_that_are_spawned(monkeypatch, tmp_path, capsys):
+@forks
+def test_all_contenders_run_in_processes_that_would_be_spawned(monkeypatch, tmp_path, capfd):
     given = []
 
     def launch_on_cpus(worker, num_stages, **options):
         given.append(options)
-        return launch(worker, num_stages, **{**options, "device": "cpu", "share_gpu": False})
+        worker = pickle.loads(pickle.dumps(worker))  # as it comes to a process that is spawned
+        return launch(worker, num_stages, **{**options, "device": "cpu", "share_gpu": False, "start_method": "fork"})
 
     @contextmanager
     def no_gpu(*arguments):
@@ -201,4 +205,4 @@ def test_all_contenders_run_in_processes_that_are_spawned(monkeypatch, tmp_path,
         [only_round] = contender["rounds"]
         has_order = contender["contender"]["schedule"] in TORCH_SHAPES and "0SEND_F0" in "".join(only_round["order"])
         assert has_order == (TORCH_SHAPES.get(contender["contender"]["schedule"], "single") != "single")
-    assert "- Link: a message of 0.0 MB" in capsys.readouterr().out
+    assert "- Link: a message of 0.0 MB" in capfd.readouterr().out
