@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from settings import as_arguments, changed
 from slipstream import cli
 from slipstream.config.schema import Config
 from slipstream.transport.stage_processes import INTERRUPTED
-from tests.faults.runs import children, is_running
+from tests.faults.runs import children, is_running, world_by_hand
 
 TIMEOUT_SECONDS = 120.0
 """Of stages that wait for each other. What ends a run ends it well before."""
@@ -163,11 +162,8 @@ def test_an_interrupt_saves_and_ends(tiny, transport):
 @linux
 @forks
 def test_an_interrupt_of_a_rank_that_was_started_by_hand_saves_and_ends(tiny, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    for name, value in world.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in {**world_by_hand(1), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     with running(tiny, "--pipeline.stages", "1") as training:
         os.kill(training.pid, signal.SIGINT)
         assert training.end() == (130, f"{INTERRUPTED}\nslipstream: interrupted\n")

@@ -18,7 +18,7 @@ from settings import as_arguments, changed
 from slipstream import cli
 from slipstream.config.schema import Config
 from slipstream.config.toml import load_toml
-from tests.faults.runs import Run, until
+from tests.faults.runs import Run, until, world_by_hand
 
 
 def test_torchrun_trains_to_the_same_weights_as_a_run_that_starts_its_own_stages(tiny, capsys):
@@ -43,26 +43,15 @@ def by_hand(config: Config) -> list[str]:
     return as_arguments(changed(config, run__name=RANKS, pipeline__transport="process"))
 
 
-def world_of(rank: int, port: int) -> dict[str, str]:
-    """The environment of one of two ranks, as srun makes it."""
-    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @contextmanager
 def started(configs: dict[int, Config], port: int = 0) -> Iterator[list[Run]]:
     """Two ranks, or one of them, in processes that have loaded torch already."""
-    folder, port = Path(configs[min(configs)].run.folder), port or free_port()
+    folder, world = Path(configs[min(configs)].run.folder), world_by_hand(2, port)
     ranks: list[Run] = []
     try:
         for rank, config in configs.items():
             log = folder.parent / f"rank {rank}.log"
-            ranks.append(Run(by_hand(config), folder / RANKS, log, environment=world_of(rank, port)))
+            ranks.append(Run(by_hand(config), folder / RANKS, log, environment={**world, "RANK": str(rank)}))
         yield ranks
     finally:
         for rank in ranks:
@@ -77,11 +66,11 @@ def ended(configs: dict[int, Config], port: int = 0) -> tuple[list[int], list[st
 
 def test_ranks_that_are_started_by_hand_all_end_well(tiny):
     """As srun starts them: the first rank keeps the store, as no torchrun does, and must leave after the others."""
-    port = free_port()
+    world = world_by_hand(2)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "slipstream", "train", *by_hand(tiny)],
-            env={**os.environ, **world_of(rank, port)},
+            env={**os.environ, **world, "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -17,7 +17,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from slipstream.errors import NonFiniteError, PipelineError, StageFailure
 from slipstream.tools.bench.slices import sliced
 from slipstream.transport.base import Transport
 
-from .runs import is_running
+from .runs import is_running, world_by_hand
 
 NUM_STAGES = 4
 TIMEOUT_SECONDS = 12.0
@@ -124,10 +123,7 @@ def start(way: str, spring: str, folder: Path, device: str) -> list[subprocess.P
         return [process([], "launcher", {})]
     if way == "torchrun":
         return [process(["-m", "torch.distributed.run", f"--nproc-per-node={NUM_STAGES}"], "torchrun", {})]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": str(NUM_STAGES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = world_by_hand(NUM_STAGES)
     return [process([], f"rank{r}", {"RANK": str(r), "LOCAL_RANK": str(r), **world}) for r in range(NUM_STAGES)]
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,14 @@ class Run:
 
 
 # ---- processes
+
+
+def world_by_hand(size: int, port: int = 0) -> dict[str, str]:
+    """The environment that srun gives to ranks, at a free port if none is named. Each of them has its RANK besides."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = port or free.getsockname()[1]
+    return {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def read_status(path: Path) -> tuple[int, str, str] | None:

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 from contextlib import redirect_stdout
 from functools import partial
@@ -23,6 +22,7 @@ from slipstream import Checkpoints, Evaluation, EvaluationReport, Metrics, Pipel
 from slipstream.checkpoint import CheckpointError, Store
 from slipstream.errors import StageFailure
 from slipstream.transport.base import Transport
+from tests.faults.runs import world_by_hand
 
 NUM_STEPS = 120
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -77,10 +77,7 @@ def test_the_example_resumes_in_the_same_bits_in_any_number_of_stages(whole, num
 def test_the_example_resumes_in_the_same_bits_where_a_launcher_starts_its_processes(whole, tmp_path, monkeypatch):
     """As torchrun and srun do, and without the time that three interpreters take to start."""
     before = interrupt(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    for name, value in world.items():
+    for name, value in world_by_hand(3).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["own_loop.py", f"--folder={tmp_path}", "--stages=3", f"--steps={NUM_STEPS}"])
 
