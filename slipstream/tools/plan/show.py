@@ -191,5 +191,5 @@ def _draw_memory(axes: Axes, option: Option, limit: float) -> None:
     axes.set_xlabel("stage")
     axes.set_ylabel("GiB")
     axes.set_title(f"memory of {option.schedule}")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
