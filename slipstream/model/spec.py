@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .presets import layer_names
 
@@ -31,6 +33,28 @@ def generator(seed: int, name: str) -> torch.Generator:
     cut of a model starts from the same weights. Draw on the CPU in float32, so that devices and dtypes start alike."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Builds layers on the meta device: with names, shapes and dtypes, but without memory and without first values,
+    which torch computes there as slowly as elsewhere."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out the functions with which layers draw their first values."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_):
+            tensor: Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return function(*args, **kwargs)
 
 
 class ModelSpec(ABC):
@@ -106,8 +130,8 @@ class ModelSpec(ABC):
         return self.layers_and_loss()[0]
 
     def meta_layers(self) -> nn.Sequential:
-        """Returns the layers on the meta device: names, shapes and dtypes, without memory."""
-        with torch.device("meta"):
+        """Returns the layers on the meta device."""
+        with on_meta():
             return self.layers()
 
     def num_parameters(self) -> int:

@@ -16,7 +16,7 @@ from ..config.layout import num_processes
 from ..config.schema import Config
 from ..config.toml import flat
 from ..errors import ConfigError
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, on_meta
 from ..optim import Group
 from ..optim.groups import assign
 from ..transport.environment import first_address, under_torchrun, world_size
@@ -90,7 +90,7 @@ def check_model(config: Config, model: ModelSpec) -> None:
     """Builds the layers once without weights: a model of the user's own may not be what it says."""
     name = config.model.name
     try:
-        with torch.device("meta"):
+        with on_meta():
             layers, _ = model.layers_and_loss(config.train.loss_chunk_tokens)
         num_costs = len(model.layer_flops())
     except ValueError as error:
@@ -146,14 +146,14 @@ def check_memory(config: Config, model: ModelSpec) -> None:
     precision = precision_of(config)
     itemsize, compute = precision.master.itemsize, precision.compute.itemsize
     tokens = config.train.microbatch_size * model.sequence_length
+    num_parameters = model.num_parameters()
     frozen = model.num_frozen_parameters()  # without gradients
-    trained = model.num_parameters() - frozen
-    weights = (2 * itemsize * trained + compute * frozen) * config.pipeline.replicas
+    weights = (2 * itemsize * (num_parameters - frozen) + compute * frozen) * config.pipeline.replicas
     microbatch = tokens * (16 + compute * model.dim * model.num_layers)
     if under_torchrun():  # this machine may hold only one of the stages
         weights, microbatch = weights // (config.pipeline.stages * config.pipeline.replicas), tokens * 16
     for needed, what, remedy in (
-        (weights, f"a model of {model.num_parameters():,} parameters", "lower model.dim, model.num_layers or others"),
+        (weights, f"a model of {num_parameters:,} parameters", "lower model.dim, model.num_layers or others"),
         (microbatch, f"a microbatch of {tokens:,} tokens", "lower train.microbatch_size or model.sequence_length"),
     ):
         if needed > limit:

@@ -24,6 +24,7 @@ from ..config.rules import profiled_steps, schedule_of, trains_all
 from ..config.schema import Config
 from ..data import Batches, Source, codec_of_corpus, text_size
 from ..errors import PipelineError
+from ..model.spec import on_meta
 from ..observe.console import Screen
 from ..observe.devices import flops_of
 from ..observe.metrics import Metrics, writes_metrics
@@ -271,7 +272,7 @@ def make_pipeline(
     to stop.
     """
     device = torch.device(config.train.device)
-    with torch.device("meta"):
+    with on_meta():
         model, loss = components.model.layers_and_loss(config.train.loss_chunk_tokens)
 
     def materialise(layers: nn.Sequential) -> None:

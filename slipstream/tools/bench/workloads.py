@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...config.optimizers import parameter_groups
 from ...config.schema import Config, OptimizerSection
 from ...model.decoder import ModelConfig, decoder, initialise, next_token_loss
+from ...model.spec import on_meta
 from ...optim import Group
 from ...pipeline.partition import cut
 from ...pipeline.update_step import OVERLAPPING
@@ -320,7 +321,7 @@ def on_gpu(
     as_trained: whether to train with Muon and error feedback, masters and gradients in float32 and working copies in
     bfloat16. Otherwise it trains with AdamW, all in bfloat16."""
     config = setting.config(placement.num_processes, tied)
-    with torch.device("meta"):
+    with on_meta():
         model = decoder(config)
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ from ...config.models import recomputed_layers
 from ...config.optimizers import parameter_groups
 from ...config.schema import Config
 from ...errors import UsageError
-from ...model.spec import Loss, ModelSpec
+from ...model.spec import Loss, ModelSpec, on_meta
 from ...optim.groups import assign, is_matrix
 from ...optim.optimizer import stack_elements
 from ...pipeline.executor import LOOKAHEAD
@@ -437,7 +437,7 @@ class MemoryModel:
     def _build(self, layers: Layers, loss_chunk_tokens: int = 0) -> tuple[nn.Sequential, Loss]:
         num_dense = layers.dense if self.model.num_experts else 0
         small = self.model.resized(max(1, layers.blocks), num_dense)
-        with torch.device("meta"):
+        with on_meta():
             whole, loss = small.layers_and_loss(loss_chunk_tokens)
             whole.to(self.dtypes.master)
         first = 0 if layers.embedding else 1 if layers.blocks else 2

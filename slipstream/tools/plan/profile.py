@@ -28,7 +28,7 @@ from ...config.defaults import precision_of
 from ...config.optimizers import parameter_groups
 from ...config.schema import Config
 from ...errors import RunFailure
-from ...model.spec import Loss, ModelSpec
+from ...model.spec import Loss, ModelSpec, on_meta
 from ...pipeline.compiled import Compiled
 from ...pipeline.update import Updater
 from ...pipeline.weight_versions import WeightVersions, weight_layout
@@ -166,7 +166,7 @@ def _measure(kind: str, config: Config, model: ModelSpec, device: torch.device) 
 
 def _build(kind: str, config: Config, model: ModelSpec, device: torch.device) -> tuple[nn.Sequential, Loss]:
     index = layer_kinds(model).index(kind)
-    with torch.device("meta"):
+    with on_meta():
         whole, loss = model.layers_and_loss(config.train.loss_chunk_tokens)
         layer = nn.Sequential(OrderedDict([list(whole.named_children())[index]]))
     layer.to(getattr(torch, config.train.dtype)).to_empty(device=device)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ...config.models import recomputed_layers
 from ...data import ValidationBatches
-from ...model.spec import ModelSpec
+from ...model.spec import ModelSpec, on_meta
 from ...optim.correction import predict, update_products
 from ...optim.groups import Group, assign
 from ...optim.optimizer import share_kernels
@@ -378,7 +378,7 @@ def _network(
     recomputed: tuple[str, ...],
 ) -> Network:
     """Returns a network. It is cached for the following cells, because compilation takes longer than a short run."""
-    with torch.device("meta"):
+    with on_meta():
         model, loss_of = config.layers_and_loss(loss_chunk_tokens)
     model.to(dtype).to_empty(device=device)
     config.initialise(model, seed=0)  # initialises the buffers and ties the tied weights
