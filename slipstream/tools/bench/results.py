@@ -14,24 +14,12 @@ import torch
 
 from .contenders import TYING, Round, World
 from .matrix import title
+from .spread import Spread
 from .theory import ideal_utilisation, nominal_seconds, predicted_seconds
 from .turns import Outcome
 
 YARDSTICK = "torch 1F1B"
 """The contender to which the speed of all others is compared on GPUs."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, lowest and highest value over rounds."""
-
-    median: float
-    lowest: float
-    highest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        return cls(statistics.median(values), min(values), max(values)) if values else None
 
 
 @dataclass(frozen=True)

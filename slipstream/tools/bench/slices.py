@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RunFailure, UsageError
-from .results import Spread
+from .spread import Spread
 
 CONTROL = "nvidia-cuda-mps-control"
 MAX_CONNECTIONS = "8"
