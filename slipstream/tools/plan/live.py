@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -72,19 +72,19 @@ class _Watch(TorchDispatchMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = list(_tensors((*args, *kwargs.values())))
-        result = _run(function, args, kwargs, inputs)
+        inputs: list[Tensor] = []
+        key = (function, _key(args, inputs), _key(tuple(kwargs.items()), inputs) if kwargs else ())
+        result = _run(function, args, kwargs, inputs, key)
         for tensor in _tensors(result):
             self._live.add(tensor, inputs)
         return result
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Sequence[Tensor]:
+    """Returns the tensors of a result."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+        return (value,)
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else ()
 
 
 # ---- operations on the meta device
@@ -97,10 +97,11 @@ an empty list for any other result. torch computes many of these in Python, whic
 them up, and the blocks of a model repeat them."""
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], key: Any
+) -> Any:
     if not inputs or not all(tensor.is_meta for tensor in inputs):
         return function(*args, **kwargs)
-    key = (function, _key(args), _key(tuple(kwargs.items())))
     known = _results.get(key)
     if isinstance(known, int):
         return inputs[known]
@@ -141,12 +142,14 @@ def _memory(tensor: Tensor) -> tuple[_Form, int, int]:
     return _form(tensor), storage.nbytes(), id(storage)
 
 
-def _key(value: Any) -> Any:
-    """Returns what of an argument decides about the form of the result. 1, 1.0 and True are different arguments."""
+def _key(value: Any, inputs: list[Tensor]) -> Any:
+    """Returns what of an argument decides about the form of the result, and adds its tensors to the inputs. 1, 1.0 and
+    True are different arguments."""
     if isinstance(value, Tensor):
+        inputs.append(value)
         return _form(value)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_key, value))
+        return tuple([_key(item, inputs) for item in value])
     return type(value), value
 
 
