@@ -28,7 +28,7 @@ from slipstream import Evaluation, Group, Pipeline
 from slipstream.optim import balance_experts, muon_and_adamw
 from slipstream.pipeline import update
 
-NUM_STEPS = 9
+NUM_STEPS = 7
 
 
 def groups(lam: float = 1.0) -> list[Group]:

@@ -29,7 +29,7 @@ from slipstream.schedule import Schedule
 from slipstream.transport.mesh import Mesh
 from slipstream.transport.process import ProcessTransport
 
-NUM_STEPS = 9
+NUM_STEPS = 7
 
 
 def groups(lam: float = 1.0) -> list[Group]:
@@ -112,7 +112,7 @@ def test_replicas_of_other_schedules_follow_the_oracle(schedule):
 
 
 def test_replicas_with_a_synchronous_start_follow_the_oracle():
-    follow_the_oracle(language_model(tied=False), 2, 2, 2, {}, sync_start_steps=7)
+    follow_the_oracle(language_model(tied=False), 2, 2, 2, {}, sync_start_steps=4)
 
 
 @forks
@@ -151,7 +151,7 @@ def test_messages_through_the_memory_of_hosts_follow_the_oracle(monkeypatch, sha
 
 
 def test_tied_weights_are_stepped_alike_where_replicas_share_the_optimizer():
-    follow_the_oracle(language_model(tied=True), 2, 3, 2, {}, shard_optimizer=True, sync_start_steps=5)
+    follow_the_oracle(language_model(tied=True), 2, 3, 2, {}, shard_optimizer=True, sync_start_steps=3)
 
 
 def test_evaluations_see_the_masters_of_all_owners():

@@ -17,7 +17,7 @@ from slipstream.cli.bench import main as bench
 from slipstream.errors import UsageError
 from slipstream.pipeline.clock import Activity, Span
 from slipstream.schedule import Action, Op
-from slipstream.tools.bench import matrix, turns
+from slipstream.tools.bench import matrix, turns, workloads
 from slipstream.tools.bench.contenders import TORCH_SHAPES, Round, World, _ends_on_device
 from slipstream.tools.bench.figure import draw
 from slipstream.tools.bench.matrix import AS_TRAINED, gpu_worlds
@@ -26,7 +26,7 @@ from slipstream.tools.bench.slices import Gpu
 from slipstream.tools.bench.turns import Outcome
 from slipstream.tools.bench.workloads import GpuSetting, Placement, on_gpu
 
-TINY = ["--dim", "128", "--blocks", "2", "--sequence-length", "16", "--batch", "2", "--vocabulary", "32"]
+TINY = ["--dim", "128", "--blocks", "2", "--sequence-length", "4", "--batch", "1", "--vocabulary", "32"]
 SETTING = GpuSetting(dim=128, blocks=4, sequence_length=16, batch=2, vocabulary=32)
 
 
@@ -187,6 +187,8 @@ def test_all_contenders_run_in_processes_that_would_be_spawned(monkeypatch, tmp_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(turns, "launch", launch_on_cpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for module in (matrix, workloads):
+        monkeypatch.setattr(module, "NUM_GPU_WARM_UP_STEPS", 1)
     monkeypatch.setattr(matrix, "GPU_NUM_STEPS", 5)
     monkeypatch.setattr(matrix, "GPU_MIN_NUM_STEPS", 5)
     monkeypatch.setattr(command, "sliced", no_gpu)
