@@ -37,8 +37,8 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Builds layers on the meta device: with names, shapes and dtypes, but without memory and without first values,
-    which torch computes there as slowly as elsewhere."""
+    """Builds layers on the meta device: with names, shapes and dtypes, but without memory. Their first values are not
+    drawn, which torch would do there in Python and to no effect."""
     with torch.device("meta"), _Undrawn():
         yield
 
