@@ -17,7 +17,7 @@ from ..config.optimizers import parameter_groups
 from ..config.rules import validate
 from ..config.schema import Config, DataConfig
 from ..config.toml import load_toml
-from ..data import known_vocab_size
+from ..data import check_sources, known_vocab_size
 from ..errors import UsageError
 from ..model.spec import ModelSpec
 from ..observe.console import Screen
@@ -40,6 +40,8 @@ def config_of(given: Config) -> Config:
     config = Config(**{member.name: getattr(given, member.name) for member in fields(Config)})
     validate(config)
     parameter_groups(config)
+    if config.data.loader == "files":
+        check_sources(config.data)
     return config
 
 

@@ -3,7 +3,7 @@ get the same batches."""
 
 from .batches import Batches, ValidationBatches, validation_batches
 from .codec import Codec, codec_of_corpus
-from .corpus import Corpus, DataConfig, known_vocab_size, load_corpus
+from .corpus import Corpus, DataConfig, check_sources, known_vocab_size, load_corpus
 from .loaders import corpus_of
 from .mixture import Source
 from .prepare import prepare
@@ -20,6 +20,7 @@ __all__ = [
     "TextSize",
     "Tokens",
     "ValidationBatches",
+    "check_sources",
     "codec_of_corpus",
     "corpus_of",
     "known_vocab_size",

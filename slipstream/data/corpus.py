@@ -72,13 +72,8 @@ def load_corpus(config: DataConfig) -> Corpus:
 
     Text is held in memory as ids. If it is too large for that, prepare shards from it.
     """
-    if not 0 <= config.validation_fraction < 1:
-        raise DataError(f"data.validation_fraction is {config.validation_fraction}: set it to at least 0 and below 1.")
+    check_sources(config)
     builtin = BUILTIN in config.sources
-    if builtin and len(config.sources) > 1:
-        raise DataError(f"data.sources is {list(config.sources)}, but {BUILTIN!r} stands alone: name one or the other.")
-    _check_weights(config)
-
     together = [(source,) for source in config.sources] if config.weights else [config.sources]
     groups = [[] if builtin else expand(sources, "data.sources") for sources in together]
     named_groups = [expand((source,), "data.validation_sources") for source in config.validation_sources]
@@ -125,6 +120,22 @@ def load_corpus(config: DataConfig) -> Corpus:
     )
 
 
+def check_sources(config: DataConfig) -> None:
+    """Checks what can be known about sources without their files. Raises a DataError."""
+    if not 0 <= config.validation_fraction < 1:
+        raise DataError(f"data.validation_fraction is {config.validation_fraction}: set it to at least 0 and below 1.")
+    if BUILTIN in config.sources and len(config.sources) > 1:
+        raise DataError(f"data.sources is {list(config.sources)}, but {BUILTIN!r} stands alone: name one or the other.")
+    if not config.weights:
+        return
+    if len(config.weights) != len(config.sources):
+        raise DataError(
+            f"data.weights has {len(config.weights)} weights for the {len(config.sources)} entries of data.sources: "
+            "give one for each, and quote globs on the command line, where the shell would expand them."
+        )
+    turns(config.weights)  # raises an error if they cannot be used
+
+
 def known_vocab_size(config: DataConfig) -> int:
     """Returns the number of token ids in a corpus without reading it: the most of its shards, and that of the tokenizer
     if it has text. 0 means that none is known."""
@@ -164,17 +175,6 @@ def _end_of_text(parts: list[_Part], config: DataConfig, tokenizer_json: bytes |
             "token that ends a document."
         )
     return found
-
-
-def _check_weights(config: DataConfig) -> None:
-    if not config.weights:
-        return
-    if len(config.weights) != len(config.sources):
-        raise DataError(
-            f"data.weights has {len(config.weights)} weights for the {len(config.sources)} entries of data.sources: "
-            "give one for each, and quote globs on the command line, where the shell would expand them."
-        )
-    turns(config.weights)  # raises an error if they cannot be used
 
 
 def _check_groups(groups: list[list[Path]], field: str, fault: str) -> None:

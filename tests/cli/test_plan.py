@@ -470,6 +470,19 @@ def test_a_budget_that_is_none_is_refused(capsys, tokens):
     assert f"tokens = {float(tokens)} is invalid: use a number above 0" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--data.weights", "0.5", "0.5"], "data.weights has 2 weights for the 1 entries of data.sources"),
+        (["--data.weights", "-1"], "data.weights has the weight -1.0: give a number above 0"),
+        (["--data.sources", "builtin", "a.txt"], "'builtin' stands alone"),
+    ],
+)
+def test_a_plan_refuses_sources_that_its_run_would_refuse(capsys, words, sentence):
+    """Files may be elsewhere, but these mistakes show without them."""
+    assert sentence in refusal(capsys, "plan", "--devices", "2", *SMALL, *words)
+
+
 def test_a_preset_is_planned_with_the_vocabulary_of_the_shards_if_they_are_here(
     tmp_path, text_file, monkeypatch, capsys
 ):
