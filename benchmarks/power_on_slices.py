@@ -229,7 +229,7 @@ def draw(found: Sequence[Course], path: Path) -> None:
 
     options = {"height_ratios": [3, 1, 1]}
     figure, columns = pyplot.subplots(
-        3, len(found), figsize=(12, 6), squeeze=False, sharex="col", sharey="row", gridspec_kw=options
+        3, len(found), figsize=(12, 6), squeeze=False, sharex=True, sharey="row", gridspec_kw=options
     )
     for column, course in enumerate(found):
         timeline, clock, power = columns[:, column]
