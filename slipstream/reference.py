@@ -82,10 +82,12 @@ def reference_run(
         }
         for microbatch in range(m):
             for name, parameter in parameters.items():
-                if drift_warmups is not None:
-                    version = max(0, step * m + microbatch - drift_warmups[stage_of[name]]) // m
+                if synchronous:
+                    version = step
+                elif drift_warmups is not None:
+                    version = max(sync_start_steps, (step * m + microbatch - drift_warmups[stage_of[name]]) // m)
                 else:
-                    version = step if synchronous else max(sync_start_steps, step - delay_of[name])
+                    version = max(sync_start_steps, step - delay_of[name])
                 parameter.data = x[name][version].clone()
                 parameter.grad = None
             inputs, targets = data(step, microbatch)

@@ -51,7 +51,7 @@ def explain_utilisation(schedule: Schedule, steps: Sequence[Sequence[TimeSplit]]
     """
     num_stages, m = schedule.num_stages, schedule.num_microbatches
     by_stage = [TimeSplit(*map(fmean, zip(*splits, strict=True))) for splits in zip(*steps, strict=True)]
-    if len(by_stage) != num_stages or any(split.forward + split.backward <= 0 for split in by_stage):
+    if any(split.forward + split.backward <= 0 for split in by_stage):
         return None
     steady = replace(schedule, num_steps=None, sync_start_steps=0, evaluate_after=(), num_evaluations=0)
     num_steps = min_steady_steps(steady) + NUM_SETTLING_STEPS

@@ -157,15 +157,23 @@ class Reducer:
         if self.is_global:
             return self._add_up(self.transport.gather(vector, everyone).wait(waiting), everyone)
         own = self._add_up([vector], [stage])
-        if self.later is None:
-            return own
-        vectors = self.later.exchange(lambda: self.transport.gather(vector, everyone).wait(waiting))
-        if vectors is None:
-            return replace(own, requests=Requests())
-        told = self._add_up(vectors, everyone)
+        vectors = None
+        if self.later is not None:
+            vectors = self.later.exchange(lambda: self.transport.gather(vector, everyone).wait(waiting))
+        told = self._add_up(vectors or self._without_others(vector), everyone)
         return replace(
-            own, requests=told.requests, utilisations=told.utilisations, memory=told.memory, splits=told.splits
+            own,
+            requests=told.requests if vectors else Requests(),
+            utilisations=told.utilisations,
+            memory=told.memory,
+            splits=told.splits,
         )
+
+    def _without_others(self, vector: Tensor) -> list[Tensor]:
+        """Returns the vectors of all stages when only that of this stage is known: no utilisation, and zeros."""
+        unknown = torch.zeros_like(vector)
+        unknown[0] = math.nan
+        return [vector if stage == self.transport.stage else unknown for stage in range(self.transport.num_stages)]
 
     def _is_own(self, name: str) -> bool:
         return self.owners is None or self.owners[name] == self.transport.replica

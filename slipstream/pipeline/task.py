@@ -93,8 +93,8 @@ class StepReport:
     """Loss of the batch, at the weights it ran with."""
     utilisations: tuple[float, ...]
     """Share of the time since the pipeline filled that each stage spent computing. nan before that. If updates do not
-    wait for a sum over stages, this and `splits` are those of a few steps earlier, and in the first steps only those of
-    this stage."""
+    wait for a sum over stages, this, `memory` and `splits` are those of a few steps earlier. Until those are known, the
+    other stages have nan here and zeros there."""
     memory: tuple[int, ...]
     """Peak memory of each stage so far, of its device or of its process, in bytes."""
     splits: tuple[TimeSplit, ...]

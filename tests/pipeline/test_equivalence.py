@@ -215,26 +215,36 @@ def test_without_delay_a_bare_torch_optimizer_is_matched_bitwise(stages):
         assert torch.equal(outcome.weights[name], parameter.detach()), name
 
 
-@pytest.mark.parametrize(("stages", "m", "clip_norm", "lam"), [(2, 1, None, 0.0), (4, 2, None, 0.0), (4, 3, 0.05, 0.3)])
-def test_pipedream_follows_the_oracle_with_stage_dependent_delays(stages, m, clip_norm, lam):
+@pytest.mark.parametrize(
+    ("stages", "m", "clip_norm", "lam", "sync_start"),
+    [(2, 1, None, 0.0, 0), (4, 2, None, 0.0, 0), (4, 3, 0.05, 0.3, 0), (4, 2, None, 0.3, 2)],
+)
+def test_pipedream_follows_the_oracle_with_stage_dependent_delays(stages, m, clip_norm, lam, sync_start):
     task = network()
     groups = groups_of("sgd", lam, clip_norm)
     sizes = even_cut(task, stages)
-    shared = {"num_microbatches": m, "num_steps": NUM_STEPS, "layers_per_stage": sizes}
+    shared = {
+        "num_microbatches": m, "num_steps": NUM_STEPS, "layers_per_stage": sizes, "sync_start_steps": sync_start,
+    }  # fmt: skip
     expected, _ = run_reference(task, groups, delays=[stages - 1 - s for s in range(stages)], **shared)
     outcome = run_pipeline(task, stages, groups, schedule="pipedream", **shared)
     assert largest_difference(outcome.weights, expected) <= TOLERANCE
     for stage, reports in enumerate(outcome.reports):
-        delay = stages - 1 - stage
-        assert [report.delay for report in reports] == [min(step, delay) for step in range(NUM_STEPS)]
+        delays = [min(max(0, step - sync_start), stages - 1 - stage) for step in range(NUM_STEPS)]
+        assert [report.delay for report in reports] == delays
 
 
-@pytest.mark.parametrize(("stages", "m", "clip_norm"), [(2, 1, None), (4, 2, None), (4, 3, 0.05), (4, 1, None)])
-def test_paci_follows_the_oracle_with_drifting_weights(stages, m, clip_norm):
+@pytest.mark.parametrize(
+    ("stages", "m", "clip_norm", "sync_start"),
+    [(2, 1, None, 0), (4, 2, None, 0), (4, 3, 0.05, 0), (4, 1, None, 0), (4, 2, None, 3), (2, 1, 0.05, NUM_STEPS)],
+)
+def test_paci_follows_the_oracle_with_drifting_weights(stages, m, clip_norm, sync_start):
     task = network()
     groups = groups_of("sgd", 0.0, clip_norm)
     sizes = even_cut(task, stages)
-    shared = {"num_microbatches": m, "num_steps": NUM_STEPS, "layers_per_stage": sizes}
+    shared = {
+        "num_microbatches": m, "num_steps": NUM_STEPS, "layers_per_stage": sizes, "sync_start_steps": sync_start,
+    }  # fmt: skip
     warmups = [stages - 1 - stage for stage in range(stages)]
     expected, _ = run_reference(task, groups, delays=[0] * stages, drift_warmups=warmups, **shared)
     outcome = run_pipeline(task, stages, groups, schedule="paci", **shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import count
 
@@ -45,7 +46,9 @@ def test_a_stop_that_one_stage_asks_for_ends_all_after_the_same_update(schedule,
     assert {rank.last_seen for rank in ranks} == {schedule == "two_bw"}  # the others wait for nobody
     assert len({tuple(report.save for report in rank.steps) for rank in ranks}) == 1
     assert ranks[0].steps[-1].save
-    assert len(ranks[-1].steps[-1].utilisations) == NUM_STAGES  # known by now
+    for rank in ranks:
+        assert {len(facts) for s in rank.steps for facts in (s.utilisations, s.memory, s.splits)} == {NUM_STAGES}
+        assert all(map(math.isfinite, rank.steps[-1].utilisations))  # known by now
     delays = [Schedule(schedule, NUM_STAGES, m).delay(stage) for stage in range(NUM_STAGES)]
     warmups = [NUM_STAGES - 1 - stage for stage in range(NUM_STAGES)] if schedule == "paci" else None
     expected, _ = run_reference(

@@ -307,6 +307,7 @@ def test_the_loss_falls(tiny):
         ({"pipeline__schedule": "two_bw", "pipeline__sync_start_steps": 3, "train__steps": 9}, (1, 1)),
         ({"pipeline__schedule": "two_bw", "model__tied_embeddings": True}, (1, 1)),
         ({"pipeline__schedule": "pipedream", "train__steps": 9}, (0, 2)),
+        ({"pipeline__schedule": "pipedream", "train__steps": 9, "optimizer__clip_norm": 0.0}, (0, 2)),
         ({"pipeline__schedule": "paci", "optimizer__error_feedback": 0.0, "train__steps": 9}, (0, 1)),
     ],
     ids=lambda value: "-".join(str(v) for v in value.values()) if isinstance(value, dict) else None,
