@@ -65,6 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline__schedule": "gpipe"},
     "pipedream": {"pipeline__schedule": "pipedream"},
     "paci": {"pipeline__schedule": "paci", "optimizer__error_feedback": 0.0},
+    "pipedream without clipping": {"pipeline__schedule": "pipedream", "optimizer__clip_norm": 0.0},
+    "paci without clipping": {
+        "pipeline__schedule": "paci",
+        "optimizer__error_feedback": 0.0,
+        "optimizer__clip_norm": 0.0,
+        "pipeline__sync_start_steps": 3,
+    },
     "reshape": {"pipeline__reshape": ("5=2", "9=2x2"), "model__tied_embeddings": True},
     "resume at another depth": {"pipeline__stages": 2, "checkpoint__resume": True},
 }

@@ -82,7 +82,7 @@ FITTING: dict[str, list[Any]] = {
     "optimizer.warmup_steps": [0, 1, 2],
     "optimizer.decay_steps": [0, 1, 2],
     "optimizer.balance_rate": [0.0, 0.01],
-    "train.steps": [1, 2, 3],
+    "train.steps": [1, 2, 3, 12],
     "train.microbatch_size": [1, 2],
     "train.dtype": ["float32", "float64"],
     "train.compute_dtype": ["float64", "float32", "bfloat16"],
@@ -158,7 +158,7 @@ def _fitting_alone(dice: random.Random, folder: Path) -> Case:
 NEED_OTHERS = {
     *("pipeline.stages", "pipeline.microbatches", "pipeline.depth", "pipeline.layers_per_stage", "pipeline.schedule"),
     *("pipeline.reshape", "pipeline.processes", "optimizer.balance_rate", "train.compute_dtype", "train.device"),
-    *("optimizer.warmup_steps", "optimizer.decay_steps"),
+    *("optimizer.warmup_steps", "optimizer.decay_steps", "evaluation.prompts", "run.profile_steps"),
 }
 SURE = {path: values for path, values in FITTING.items() if path not in NEED_OTHERS}
 SURE["pipeline.schedule"] = ["two_bw", "one_f_one_b", "gpipe", "pipedream"]
