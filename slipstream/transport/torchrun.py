@@ -25,6 +25,9 @@ from .store_watch import StoreWatch
 Identity = tuple[int, str, str]
 MEETING_PAUSE = 0.01
 """Number of seconds between two checks of the first process for the others."""
+KILL_SECONDS = GRACE_SECONDS + 2
+"""Number of seconds after a failure in which a process may end by itself. Rank 0 waits GRACE_SECONDS for the others, and
+must not be killed while it does."""
 
 
 def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
@@ -127,7 +130,7 @@ def _end_later(processes: Collection[Identity]) -> None:
     own = _identity(os.getpid())
     here = [f"{pid}:{start}" for pid, start, boot in processes if own and boot == own[-1]]
     with suppress(OSError):
-        command = [sys.executable, "-c", _ENDER, str(GRACE_SECONDS), *here]
+        command = [sys.executable, "-c", _ENDER, str(KILL_SECONDS), *here]
         subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
