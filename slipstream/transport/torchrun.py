@@ -26,8 +26,8 @@ Identity = tuple[int, str, str]
 MEETING_PAUSE = 0.01
 """Number of seconds between two checks of the first process for the others."""
 KILL_SECONDS = GRACE_SECONDS + 2
-"""Number of seconds after a failure in which a process may end by itself. Rank 0 waits GRACE_SECONDS for the others, and
-must not be killed while it does."""
+"""Number of seconds after a failure in which a process may end by itself. It is longer than GRACE_SECONDS, for which
+rank 0 waits for the others."""
 
 
 def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
