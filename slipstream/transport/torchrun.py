@@ -21,13 +21,14 @@ from .failures import leave_failure
 from .link import PeerLost
 from .stage_main import GRACE_SECONDS, LaunchOptions, Result, WorldWorker, run_stage
 from .store_watch import StoreWatch
+from .watchdog import GRACE_SECONDS as WATCHDOG_SECONDS
 
 Identity = tuple[int, str, str]
 MEETING_PAUSE = 0.01
 """Number of seconds between two checks of the first process for the others."""
-KILL_SECONDS = GRACE_SECONDS + 2
-"""Number of seconds after a failure in which a process may end by itself. It is longer than GRACE_SECONDS, for which
-rank 0 waits for the others."""
+KILL_SECONDS = WATCHDOG_SECONDS + 1
+"""Number of seconds after a failure in which a process may end by itself. Rank 0 waits for the others, and a watchdog
+for its process, both for less."""
 
 
 def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result:
@@ -69,7 +70,7 @@ def join_torchrun(worker: WorldWorker[Result], options: LaunchOptions) -> Result
         is_done, seconds = True, GRACE_SECONDS
         if isinstance(error.__cause__, PeerLost) and error.__cause__.is_silent:
             with suppress(RuntimeError, ValueError):  # the store may be gone
-                _end_later(_identities(own_store, set(range(size)) - {rank}))
+                _end_later(_identities(own_store, set(range(size)) - {rank}), KILL_SECONDS)
         raise
     finally:
         if watch is not None:
@@ -115,7 +116,7 @@ def _end_first_too(watch: StoreWatch, word: str) -> None:
     def ask(store: dist.Store) -> None:
         first[:] = _identities(dist.PrefixStore(word, store), {0})
 
-    watch.ask, watch.before_end = ask, lambda: _end_later(first)
+    watch.ask, watch.before_end = ask, lambda: _end_later(first, GRACE_SECONDS)
 
 
 def _launcher_keeps_store() -> bool:
@@ -123,14 +124,14 @@ def _launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _end_later(processes: Collection[Identity]) -> None:
-    """Arranges that processes of a failed run on this machine are killed if they do not end by themselves: a stopped
-    process (SIGSTOP) never notices the failure. A separate process does this, because this one must end so that the
-    others notice."""
+def _end_later(processes: Collection[Identity], seconds: float) -> None:
+    """Arranges that processes of a failed run on this machine are killed after some seconds if they do not end by
+    themselves: a stopped process (SIGSTOP) never notices the failure. A separate process does this, because this one
+    must end so that the others notice."""
     own = _identity(os.getpid())
     here = [f"{pid}:{start}" for pid, start, boot in processes if own and boot == own[-1]]
     with suppress(OSError):
-        command = [sys.executable, "-c", _ENDER, str(KILL_SECONDS), *here]
+        command = [sys.executable, "-c", _ENDER, str(seconds), *here]
         subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
