@@ -128,7 +128,7 @@ def read_gpu() -> Iterator[list[Reading]]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    setting = GpuSetting(dim=arguments.dim, batch=arguments.batch, share=arguments.share)
+    setting = GpuSetting(dim=arguments.dim, batch=arguments.batch, dtype=arguments.dtype, share=arguments.share)
     worker = partial(run_stage, setting=setting, num_microbatches=arguments.microbatches, num_steps=arguments.steps)
     with sliced(arguments.share), read_gpu() as readings:
         stages = launch(worker, arguments.stages, device="cuda", share_gpu=True, start_method="spawn")
@@ -268,6 +268,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=16, help="of each schedule")
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1, help="sequences in a microbatch")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--output", type=Path, default=Path("power_on_slices"), help="folder for the results")
     parser.add_argument("--draw", type=Path, help="folder with results to draw, instead of measuring")
     arguments = parser.parse_args(words)

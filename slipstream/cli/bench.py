@@ -75,6 +75,8 @@ class BenchArguments:
     """cuda: entries of the vocabulary."""
     tied: bool = GpuSetting.tied
     """cuda: embedding and head share a weight, in rows that support it."""
+    dtype: Literal["bfloat16", "float32"] = GpuSetting.dtype
+    """cuda: type of all numbers. float32 has no tensor cores, and takes less power."""
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -286,8 +286,14 @@ class GpuSetting:
     vocabulary: int = 256
     tied: bool = False
     """Whether embedding and head share a weight, for contenders that support it."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights, activations, gradients and optimizer state."""
     share: int | None = None
     """Percent of one GPU's multiprocessors for each process. None means a separate GPU for each process."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -295,10 +301,10 @@ class GpuSetting:
 
     @property
     def message_bytes(self) -> int:
-        return self.tokens_per_microbatch * self.dim * torch.bfloat16.itemsize
+        return self.tokens_per_microbatch * self.dim * self.torch_dtype.itemsize
 
     def activations(self, device: torch.device) -> Tensor:
-        return torch.randn(self.batch, self.sequence_length, self.dim, dtype=torch.bfloat16, device=device)
+        return torch.randn(self.batch, self.sequence_length, self.dim, dtype=self.torch_dtype, device=device)
 
     def config(self, num_processes: int, tied: bool = False) -> ModelConfig:
         return ModelConfig(
@@ -319,14 +325,14 @@ def on_gpu(
     """Returns the decoder for GPUs. A process creates only its own layers, on its device.
 
     as_trained: whether to train with Muon and error feedback, masters and gradients in float32 and working copies in
-    bfloat16. Otherwise it trains with AdamW, all in bfloat16."""
+    bfloat16. Otherwise it trains with AdamW, all in the setting's dtype."""
     config = setting.config(placement.num_processes, tied)
     with on_meta():
         model = decoder(config)
 
     @torch.no_grad()
     def materialise(layers: nn.Sequential) -> None:
-        layers.to(torch.float32 if as_trained else torch.bfloat16)
+        layers.to(torch.float32 if as_trained else setting.torch_dtype)
         layers.to_empty(device=device)
         initialise(layers, config, seed=None)  # only position tables here; the weights follow
         generator = torch.Generator(device).manual_seed(0)
