@@ -287,7 +287,7 @@ class GpuSetting:
     tied: bool = False
     """Whether embedding and head share a weight, for contenders that support it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of weights, activations, gradients and optimizer state."""
+    """Type of weights and activations."""
     share: int | None = None
     """Percent of one GPU's multiprocessors for each process. None means a separate GPU for each process."""
 
@@ -325,7 +325,7 @@ def on_gpu(
     """Returns the decoder for GPUs. A process creates only its own layers, on its device.
 
     as_trained: whether to train with Muon and error feedback, masters and gradients in float32 and working copies in
-    bfloat16. Otherwise it trains with AdamW, all in the setting's dtype."""
+    the setting's dtype. Otherwise it trains with AdamW, all in the setting's dtype."""
     config = setting.config(placement.num_processes, tied)
     with on_meta():
         model = decoder(config)
@@ -353,5 +353,5 @@ def on_gpu(
         device,
         prepare=materialise,
         num_warm_up_steps=NUM_GPU_WARM_UP_STEPS,
-        precision=Precision.of(torch.float32, torch.bfloat16) if as_trained else None,
+        precision=Precision.of(torch.float32, setting.torch_dtype) if as_trained else None,
     )

@@ -6,6 +6,7 @@ import datetime
 import json
 import pickle
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ def test_without_a_gpu_the_remedy_is_named(monkeypatch):
         bench(["--device", "cuda"])
 
 
-@pytest.mark.parametrize("option", [("--share", "25"), ("--microbatches", "4"), ("--no-slices",), ("--tied",)])
+@pytest.mark.parametrize(
+    "option", [("--share", "25"), ("--microbatches", "4"), ("--no-slices",), ("--tied",), ("--dtype", "float32")]
+)
 def test_what_is_for_gpus_is_refused_on_a_cpu(option):
     with pytest.raises(UsageError, match="is for GPUs: leave it out, or use device = 'cuda'"):
         bench(list(option))
@@ -84,18 +87,21 @@ def test_every_process_has_its_blocks_however_they_are_placed(shape, sizes):
         assert sum(name.startswith("block") for name in names) == 4
 
 
-def test_a_process_makes_its_own_layers_and_they_train():
-    workload = on_gpu(SETTING, Placement(2), torch.device("cpu"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_process_makes_its_own_layers_and_they_train(dtype):
+    setting = replace(SETTING, dtype=str(dtype).removeprefix("torch."))
+    workload = on_gpu(setting, Placement(2), torch.device("cpu"))
     assert {parameter.device.type for parameter in workload.model.parameters()} == {"meta"}
     first, last = workload.chunk(0), workload.chunk(1)
     inputs, targets = workload.data(0, 0)
     hidden = first(inputs)
-    assert hidden.shape == SETTING.activations(torch.device("cpu")).shape and hidden.dtype is torch.bfloat16
+    expected = setting.activations(torch.device("cpu"))
+    assert hidden.shape == expected.shape and hidden.dtype is expected.dtype is dtype
     loss = workload.loss(last(hidden), targets) / targets.numel()
     loss.backward()
     assert loss.item() == pytest.approx(torch.tensor(32.0).log().item(), rel=0.2)
-    assert {p.dtype for p in [*first.parameters(), *last.parameters()]} == {torch.bfloat16}
-    assert SETTING.message_bytes == hidden.nbytes
+    assert {p.dtype for p in [*first.parameters(), *last.parameters()]} == {dtype}
+    assert setting.message_bytes == hidden.nbytes
 
 
 def test_as_trained_has_masters_in_float32_and_two_groups():
