@@ -10,15 +10,15 @@ from ...config.schema import OptimizerSection
 from .predict import traits_of
 
 PRICES = {
-    "muon": (1.05, 1.19),
+    "muon": (1.11, 1.19),
     "normuon": (1.12, 1.20),
     "soap": (1.23, 1.40),
     "adan": (1.53, 1.64),
     "adamw": (1.47, 3.18),
 }
-"""Price of one update of delay, with error feedback and without, from docs/results/delay.md. muon: runs of 12,207 steps
-("The length of the run"; with 24,414 small steps there was no cost, "More steps"). The others: runs of 3,052 steps
-("The gap"); longer runs cost less."""
+"""Price of one update of delay, with error feedback and without, from docs/results/delay.md. muon: runs of 12,207 steps,
+compared with runs of other lengths ("The length of the run"; with 24,414 small steps there was no cost, "More steps").
+The others: runs of 3,052 steps, read from the curve of the synchronous run ("The gap"); longer runs cost less."""
 UNKNOWN = "adamw"
 """Optimizer whose price is used for an optimizer that was not measured: the most sensitive one."""
 
