@@ -4,8 +4,8 @@
     python benchmarks/power_on_slices.py --draw quarters                       draws only
 
 It runs one_f_one_b, in which stages are idle for a part of the time, and then two_bw, in which they are not, with the
-decoder of `slipstream bench --device cuda` on four slices. Meanwhile nvidia-smi says every 20 ms what the clock and the
-power are, and whether the power limit holds the clock down.
+decoder of `slipstream bench --device cuda` on four slices. Meanwhile nvidia-smi is asked every 20 ms what the clock and
+the power are, and whether the power limit holds the clock down. On an H200 it renews its values every 100 ms.
 
 The table gives the time of a microbatch (a forward and a backward of one stage) by the number of stages that compute
 meanwhile. A slice has its own multiprocessors. So if the time grows with that number, the slices share something else:

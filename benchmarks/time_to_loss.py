@@ -5,7 +5,7 @@
 
 The rules:
 - Many small steps, because a delay is one of a step: it costs little where a step moves the weights little. On two
-  cores P = 2 and m = 2; on a GPU P = 4 and m = 4, a model of 121M parameters, and token shards that `slipstream prepare
+  cores P = 2 and m = 2; on a GPU P = 4 and m = 4, a model of 123M parameters, and token shards that `slipstream prepare
   --output PREFIX` wrote.
 - The contenders differ in the schedule, in optimizer.error_feedback, and in train.steps: a delayed run gets more of
   them (MORE_STEPS), because it may need more tokens to the same loss, and only time counts. Weights, data, rate and

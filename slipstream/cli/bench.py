@@ -76,7 +76,7 @@ class BenchArguments:
     tied: bool = GpuSetting.tied
     """cuda: embedding and head share a weight, in rows that support it."""
     dtype: Literal["bfloat16", "float32"] = GpuSetting.dtype
-    """cuda: type of weights and activations. float32 uses no tensor cores, and needs less power."""
+    """cuda: type of weights and activations. float32 uses no tensor cores."""
 
 
 def main(arguments: list[str]) -> None:

@@ -73,7 +73,7 @@ def _use_replicas(search: Search, whole: Option) -> list[str]:
     return [
         f"Pipeline parallelism is the wrong tool here: {fits}. Use a replica on every device (pipeline.stages = 1): no "
         "bubble, no delay, no cut to balance.",
-        *(["They share the update, which else each makes for all the model (--optimizer.sharded)."] if shared else []),
+        *(["They share the update; otherwise each updates the whole model (--optimizer.sharded)."] if shared else []),
     ]
 
 
