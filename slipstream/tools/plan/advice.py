@@ -70,10 +70,11 @@ def _use_replicas(search: Search, whole: Option) -> list[str]:
     if search.cluster.num_devices == 1:
         return [f"There is nothing to cut: {fits}."]
     shared = whole.config.optimizer.sharded and not search.config.optimizer.sharded
+    sharing = "They share the update; otherwise each updates the whole model (--optimizer.sharded)."
     return [
         f"Pipeline parallelism is the wrong tool here: {fits}. Use a replica on every device (pipeline.stages = 1): no "
         "bubble, no delay, no cut to balance.",
-        *(["They share the update; otherwise each updates the whole model (--optimizer.sharded)."] if shared else []),
+        *([sharing] if shared else []),
     ]
 
 

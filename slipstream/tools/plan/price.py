@@ -18,7 +18,8 @@ PRICES = {
 }
 """Price of one update of delay, with error feedback and without, from docs/results/delay.md. muon: runs of 12,207
 steps, compared with runs of other lengths ("The length of the run"; with 24,414 small steps there was no cost, "More
-steps"). The others: runs of 3,052 steps, read from the curve of the synchronous run ("The gap"); longer runs cost less."""
+steps"). The others: runs of 3,052 steps, read from the curve of the synchronous run ("The gap"). Longer runs cost
+less."""
 UNKNOWN = "adamw"
 """Optimizer whose price is used for an optimizer that was not measured: the most sensitive one."""
 
