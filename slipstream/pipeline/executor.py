@@ -97,8 +97,6 @@ class Executor:
         )
         self._update_step: UpdateStep | None = None
         """Update of the batch that has ended and whose update is not due yet."""
-        self._summed = tuple(updater.tied) if transport.num_replicas == 1 else None
-        """Parameters whose gradients are summed with those of other stages or replicas. None means all of them."""
         self._in_flight: deque[InFlight] = deque()
         self._batch_loss: Tensor | None = None
         self._evaluation_losses: list[Tensor] = []
@@ -166,6 +164,8 @@ class Executor:
                 if action.op is Op.UPDATE:  # all remaining actions come before it
                     break
                 continue
+            if not is_batch and self.end != self._schedule.num_steps and action.version >= self.end:
+                continue  # the run that continues from this end makes the evaluation
             with self._streams.computing():
                 if action.op is Op.BACKWARD and self._takes_gradients:
                     self._transport.backward_in.expect(self._kind(action))
@@ -185,7 +185,8 @@ class Executor:
         self.stop_was_asked = self.stop_was_asked or requests.stop
         if requests.stop or requests.pause:
             announced = -(-(LOOKAHEAD + 1) // (2 * self._schedule.num_microbatches))
-            late = max(map(self._schedule.delay, range(self._schedule.num_stages)))
+            stages = range(self._schedule.num_stages)
+            late = max(max(self._schedule.delay(stage), self._schedule.max_drift(stage)) for stage in stages)
             self.end = min(self.end, step + 1 + late + announced)  # a second request is later, so the first one counts
 
     def copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
@@ -254,9 +255,9 @@ class Executor:
         """Creates the update of a finished batch."""
         assert self._update_step is None, "a batch ended before the update of the one before it"
         gradients = self._versions.take_gradients(version)
-        parameters = self._versions.parameters(version)
-        for name in parameters if self._summed is None else self._summed:  # a sum needs a tensor from every member
-            gradients.setdefault(name, torch.zeros_like(parameters[name]))
+        for name, parameter in self._versions.parameters(version).items():
+            # A sum needs a tensor from every member, and without a sum the update must be the same as with one.
+            gradients.setdefault(name, torch.zeros_like(parameter, dtype=self._versions.gradient_dtype))
         finished = Finished(
             gradients,
             self._batch_loss,

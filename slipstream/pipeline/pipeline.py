@@ -236,7 +236,7 @@ class Pipeline:
         compare and export weights. Frozen weights, which never change, are not among them. If replicas share the
         optimizer, all of them must call it."""
         dtypes, waiting = self.versions.master_dtypes, lambda: "the other replicas' masters"
-        masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting)
+        masters = gather_masters(self.transport, self._owners, self.versions, dtypes, waiting, aside=True)
         return {name: tensor.detach() for name, tensor in {**masters, **self.versions.buffers()}.items()}
 
     # ---- progress
@@ -327,12 +327,16 @@ class Pipeline:
             {canonical: parameters[name].shape for name, canonical in names.items()},
         )
         masters = {name: kept[canonical] for name, canonical in names.items()}
+        for name, dtype in self.versions.master_dtypes.items():
+            if masters[name].dtype != dtype:
+                raise StateError(f"{name} is in {masters[name].dtype}, and the model in {dtype}")
         working = []
         for lag in range(self.versions.num_versions):
             versions = {name: tensors.get(f"working/{lag}/{canonical}") for name, canonical in names.items()}
             # Synchronous steps compute with the masters, and no later batch reads a version from before the end of a
-            # synchronous start.
+            # synchronous start. The newest version has other weights than the masters only if they are predicted.
             is_read = start.step - lag >= self.schedule.sync_start_steps and self.versions.num_versions > 1
+            is_read = is_read and (lag > 0 or self.versions.predicts)
             missing = [name for name, weights in versions.items() if weights is None]
             if lag > 0 and is_read and missing:
                 raise StateError(

@@ -122,14 +122,14 @@ class WeightVersions:
         trained, exempt = trainable(module), _exempt(module)
         names = [name for name in trained if owned is None or name in owned]
         self.is_mixed = is_mixed(module, dtype)
-        has_copies = self.is_mixed or len(names) < len(trained)  # masters that no replica of the module can hold
+        has_copies = self.is_mixed or owned is not None  # masters that no replica of the module can hold
         self.separate_masters = layout.masters is Masters.SEPARATE
         if self.is_mixed and not self.separate_masters:
             raise ValueError(f"working copies in {dtype} need separate masters: pass is_mixed to weight_layout")
         self.master_dtypes = {name: p.dtype for name, p in trained.items()}
         """Dtype of the master of every parameter, owned or not."""
         self.newest = 0
-        self._predicts, self._drifting = layout.predicts, layout.drifts
+        self.predicts, self._drifting = layout.predicts, layout.drifts
         if self.separate_masters and has_copies:
             self.masters = {name: _replica(trained[name], blank) for name in names}
         for name, parameter in trained.items():
@@ -154,6 +154,7 @@ class WeightVersions:
         elif not self.separate_masters:
             is_alias, own = layout.masters is Masters.ALIASED, self._parameters[0]
             self.masters = {name: nn.Parameter(own[name].data) if is_alias else own[name] for name in names}
+        self.gradient_dtype = gradient_dtype
         self._summed: list[dict[str, Tensor]] = [{} for _ in self._slots]
         """Gradients that are added up in another dtype than their parameter's, by slot."""
         if gradient_dtype is not None:
@@ -178,7 +179,7 @@ class WeightVersions:
     def master_module(self) -> nn.Module | None:
         """Returns the module that computes with the masters, rounded to the dtype of the working copies. It is used for
         evaluation. None means that there is no such module. Then use `with_weights`."""
-        return self._master_module if self._predicts else self._slots[self.newest % self.num_versions]
+        return self._master_module if self.predicts else self._slots[self.newest % self.num_versions]
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """Returns the stage's module with other weights than those of its versions."""
@@ -204,7 +205,7 @@ class WeightVersions:
     def lags(self) -> list[int]:
         """Returns which versions the masters do not determine, as the number of updates before the newest. 0 is the
         newest itself."""
-        return [*([0] if self._predicts else []), *range(1, min(self.num_versions, self.newest + 1))]
+        return [*([0] if self.predicts else []), *range(1, min(self.num_versions, self.newest + 1))]
 
     @torch.no_grad()
     def restore(

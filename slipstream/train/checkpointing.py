@@ -58,6 +58,10 @@ class SignalRequests:
             if is_first_process():
                 print(INTERRUPTED, file=sys.stderr, flush=True)
 
+    def ask_to_save(self) -> None:
+        """Makes the next request one to save, as SIGUSR1 does."""
+        self._save = True
+
     def __call__(self) -> Requests:
         is_due = 0 < self._seconds <= time.monotonic() - self._saved_at
         requests = Requests(save=self._save or is_due, stop=self._stop)
@@ -112,7 +116,8 @@ class Saver:
             "base": base_facts(model),
         }
         self.writer = StageWriter(pipeline, store, say, facts)
-        self._is_owed = False
+        self.is_owed = False
+        """Whether a checkpoint that was requested is still to be saved, because the one before was being written."""
         schedule = pipeline.schedule
         self._steps_apart = 2 + max(map(schedule.delay, range(schedule.num_stages)))
         """Upper bound on the number of steps between the requests of processes that received a signal at the same
@@ -129,22 +134,23 @@ class Saver:
         self._asked_after = done if is_asked else self._asked_after
         every = self._settings.every_steps
         is_due = is_asked or (every > 0 and done % every == 0)
-        if not report.busy and (is_due or self._is_owed):
-            self._is_owed = False
+        if not report.busy and (is_due or self.is_owed):
+            self.is_owed = False
             self.writer.save(done)
         elif is_due:
             # All processes skip this checkpoint: a step that only some processes save is no checkpoint. If each process
             # skipped it on its own, and they were busy at different times, no checkpoint would ever be complete. A
             # checkpoint that was requested is saved later.
-            self._is_owed = self._is_owed or is_asked
+            self.is_owed = self.is_owed or is_asked
             self.writer.leave_out(done)
 
     def finish(self, pipeline: Pipeline) -> None:
-        """Saves the last checkpoint of a run, if it is wanted and not yet saved, and waits until it is written.
+        """Saves the last checkpoint of a run, if it is wanted or owed and not yet saved, and waits until it is written.
 
         Other processes may still be writing their parts.
         """
         self.writer.wait()
-        if (self._settings.at_end or pipeline.was_stopped) and self.writer.latest != pipeline.num_updates:
+        is_wanted = self._settings.at_end or pipeline.was_stopped or self.is_owed
+        if is_wanted and self.writer.latest != pipeline.num_updates:
             self.writer.save(pipeline.num_updates)
         self.writer.wait()

@@ -184,6 +184,8 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
         profile.close()
     if pipeline.end != config.train.steps and not pipeline.was_stopped:
         saver.writer.retire()
+        if saver.is_owed:
+            run.signals.ask_to_save()  # in the next layout
         return pipeline.state()
     saver.finish(pipeline)
     stages = gather_stages(pipeline, delays, config)
@@ -217,7 +219,7 @@ def train_stage(run: Run, phase: Phase, pipeline: Pipeline) -> StageState | None
             said = f"{error.filename} cannot be written ({reason(error)}): make room for it, and resume the run with "
             raise PipelineError(transport.fail(f"{said}--checkpoint.resume")) from error
     if pipeline.was_stopped or config.checkpoint.at_end:
-        _check_saved(run.store, pipeline, device, screen.print if is_writing else None)
+        _check_saved(saver.writer, run.store, pipeline, device, screen.print if is_writing else None)
     return None
 
 
@@ -237,7 +239,9 @@ def _details(config: Config, components: Components, report: EvaluationReport) -
     return details
 
 
-def _check_saved(store: Store, pipeline: Pipeline, device: torch.device, say: Callable[[str], None] | None) -> None:
+def _check_saved(
+    writer: StageWriter, store: Store, pipeline: Pipeline, device: torch.device, say: Callable[[str], None] | None
+) -> None:
     """Reports the step after which the run stopped, if it was stopped.
 
     Raises a PipelineError if the last step has no checkpoint, because a process must not exit with success when nothing
@@ -249,6 +253,8 @@ def _check_saved(store: Store, pipeline: Pipeline, device: torch.device, say: Ca
     if say is None:
         return
     step, steps = pipeline.num_updates, store.steps()
+    if writer.has_failed and step in steps:  # a damaged one of the run before
+        steps.remove(step)
     if step not in steps:
         newest_step = f"the newest is of step {steps[-1]}, for --checkpoint.resume" if steps else "there is no other"
         what = "stopped" if pipeline.was_stopped else "ended"

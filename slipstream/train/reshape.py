@@ -48,10 +48,10 @@ class Commands:
         except OSError:
             return self._layout is not None
         try:
-            self._layout = Layout.parse(text)
-            check_layout(self._config, self._layout)
+            layout = Layout.parse(text)
+            check_layout(self._config, layout)
+            self._layout = layout
         except ConfigError as error:  # the author of the file sees no exit code of this process
-            self._layout = None
             self._say(f"{self._path.name} changes nothing: {error}")
         return self._layout is not None
 
@@ -151,9 +151,11 @@ class Reshaping:
         model = components.model.meta_layers()
         sizes = components.layers_per_stage
         tied = tied_parameters(model, sizes)
+        held = [cut(model, sizes, stage) for stage in range(layout.stages)]
         holders = [
-            {tied[name].name if name in tied else name for name, _ in cut(model, sizes, stage).named_parameters()}
-            for stage in range(layout.stages)
+            {tied[name].name if name in tied else name for name, _ in layers.named_parameters()}
+            | {name for name, _ in layers.named_buffers()}
+            for layers in held
         ]
         moved = self._world.exchange(state, partial(destinations, holders, layout.mesh(self._config)))
         self._world.store.add(f"transition {self._num_changes}/bytes", moved.num_bytes)
@@ -196,7 +198,7 @@ def write_command(folder: Path, layout: Layout) -> None:
 
 
 def parameter_of(name: str) -> str | None:
-    """Returns the parameter that a tensor of the state belongs to, or None if it belongs to no parameter.
+    """Returns the parameter or buffer that a tensor of the state belongs to, or None if it belongs to none.
 
     The names are described in slipstream/checkpoint/stage_state.py.
     """
@@ -209,7 +211,7 @@ def parameter_of(name: str) -> str | None:
 def destinations(holders: Sequence[Collection[str]], mesh: Mesh, name: str) -> list[int]:
     """Returns the ranks that need a tensor of the state.
 
-    holders: the names of the parameters that each stage holds.
+    holders: the names of the parameters and buffers that each stage holds.
     """
     parameter = parameter_of(name)
     stages = [0] if parameter is None else [s for s, held in enumerate(holders) if parameter in held]

@@ -34,7 +34,7 @@ from .run_folder import unwritable
 UNTOLD = ("checkpoint.resume", "run.name", "run.folder", "run.overwrite")
 """Settings that describe how the run is launched, not the run itself. Changes of these are not reported."""
 
-MODEL_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "train.freeze")
+MODEL_SETTINGS = ("adapter.rank", "adapter.alpha", "adapter.targets", "train.freeze", "train.dtype")
 """Settings that decide which weights a checkpoint has, and what they mean."""
 
 SAMPLE_TOKENS = 2**16
@@ -91,10 +91,13 @@ def _rate_changes(found: Checkpoint, tree: Any, config: Config) -> Iterator[str]
 
 
 def keep_configuration(folder: Path, step: int) -> None:
-    """Renames config.toml, so that the configuration of the steps so far is kept."""
+    """Renames config.toml, so that the configuration of the steps so far is kept. If one is kept for this step already,
+    the run was resumed there before, and what it did after that is lost."""
+    kept = folder / f"config.until-step-{step}.toml"
     try:
         with suppress(FileNotFoundError):
-            (folder / "config.toml").replace(folder / f"config.until-step-{step}.toml")
+            if not kept.exists():
+                (folder / "config.toml").replace(kept)
     except OSError as error:
         raise unwritable(folder, error) from error
 
@@ -141,7 +144,7 @@ def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
             f"train.steps = {config.train.steps} is less than the {found.step} steps that are made already: use more, "
             "or another run.name"
         )
-    _check_frozen(found, config, model, where)
+    _check_settings(found, config, model, where)
     expected = {name: p.shape for name, p in model.meta_layers().named_parameters() if p.requires_grad}
     try:
         _check_weights(found, expected)
@@ -154,8 +157,9 @@ def check_fits(found: Checkpoint, config: Config, model: ModelSpec) -> None:
         ) from error
 
 
-def _check_frozen(found: Checkpoint, config: Config, model: ModelSpec, where: str) -> None:
-    """Raises a ConfigError if other weights are frozen than before, or if frozen weights have changed."""
+def _check_settings(found: Checkpoint, config: Config, model: ModelSpec, where: str) -> None:
+    """Raises a ConfigError if other weights are frozen than before, if frozen weights have changed, or if the masters
+    have another dtype."""
     facts = next(iter(found.facts.values()))
     usual, tree = flat(asdict(Config())), facts.get("config")
     then, now = usual | flat(tree if isinstance(tree, dict) else {}), flat(asdict(config))

@@ -50,13 +50,19 @@ class _Wire:
         self._stage, self._peer, self._timeout_seconds = stage, peer, timeout_seconds
         # The kernel checks the time-out: with a time-out set in Python, every receive would need a second system call.
         whole, fraction = divmod(max(timeout_seconds, 1e-6), 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(fraction * 1e6)))
+        limit = struct.pack("ll", int(whole), int(fraction * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def tell(self, word: bytes) -> None:
         """Sends bytes. A peer that is gone does not raise an error here. It raises one in a later wait, where the
         message can say what the stage waited for."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.send(word)
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self.socket.send(word)
+        except BlockingIOError as error:  # the socket is full, and the peer takes nothing
+            waiting = lambda: "its messages to be taken"  # noqa: E731
+            raise peer_lost(self._stage, self._peer, self._timeout_seconds, waiting) from error
 
     def check(self, waiting: Waiting, is_silent: bool) -> None:
         """Raises PeerLost if the peer is gone, or if `is_silent`. It only peeks at the socket: the peer sends nothing
@@ -313,10 +319,11 @@ def assemble(store: dist.Store, stage: int, num_stages: int, timeout_seconds: fl
     ends: dict[int, socket.socket] = {}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, listener:
-        listener.bind(f"{folder}/assembly")
+        path = f"{folder}/all"  # no longer than the path of an edge, which was short enough for a socket
+        listener.bind(path)
         listener.listen(num_stages)
         listener.settimeout(timeout_seconds)
-        store.set("assembly", f"{folder}/assembly")
+        store.set("assembly", path)
         while len(ends) < num_stages - 1:
             end, _ = listener.accept()
             end.settimeout(timeout_seconds)

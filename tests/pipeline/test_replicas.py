@@ -19,7 +19,7 @@ from harness import (
     run_ranks,
     run_reference,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream import Evaluation, Group, Pipeline
 from slipstream.optim import muon_and_adamw
@@ -234,3 +234,70 @@ def test_a_nan_that_one_replica_sees_stops_them_all(threads, sharded):
     with pytest.raises(RuntimeError, match=r"step 4 stops the run: the "):
         options = {"num_microbatches": 2, "num_steps": 6, "shard_optimizer": sharded}
         run_ranks(Task(task.model, data, task.loss), 2, groups(), 2, threads=threads, **options)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [1, 3]])
+def test_a_replica_that_owns_all_of_a_stage_evaluates_with_the_others(sizes):
+    """The first stage of [1, 3] has one parameter, so one replica owns all that it trains."""
+    task = language_model(tied=False, num_layers=2)
+    ranks = run_ranks(
+        task,
+        2,
+        partial(torch.optim.SGD, lr=0.1),
+        num_replicas=2,
+        timeout_seconds=10.0,
+        num_microbatches=2,
+        num_steps=4,
+        error_feedback=1.0,
+        shard_optimizer=True,
+        layers_per_stage=sizes,
+        evaluation=Evaluation(lambda index: task.data(1000, index), 2, every_steps=2),
+    )
+    assert ranks[1].evaluations == ranks[3].evaluations == pytest.approx([3.398603007100633, 3.3873866491464826])
+
+
+class Either(nn.Module):
+    """Uses one of its layers, depending on the data, so the other has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x[0, 0].item() > 0 else self.b(x)
+
+
+def either(dtype: torch.dtype) -> Task:
+    torch.manual_seed(0)
+
+    def data(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        x = network().data(step, microbatch)[0].to(dtype)
+        x[0, 0] = 1.0 if step % 3 else -1.0
+        if dtype is torch.bfloat16 and microbatch % 2:  # and on one replica only
+            x[0, 0] = -x[0, 0]
+        return x, x[:, :3].float()
+
+    loss = lambda output, target: nn.functional.mse_loss(output.to(target.dtype), target)  # noqa: E731
+    return Task(nn.Sequential(Either(), nn.Linear(6, 3)).double(), data, loss)
+
+
+@pytest.mark.parametrize(("num_replicas", "m"), [(1, 2), (2, 1)])
+def test_a_parameter_that_a_batch_leaves_out_has_the_gradient_zero_in_every_layout(num_replicas, m):
+    task, groups = either(torch.float64), [Group("all", partial(torch.optim.SGD, lr=0.1, momentum=0.9))]
+    expected, _ = run_reference(task, groups, num_microbatches=2, num_steps=8, delays=[1])
+    ranks = run_ranks(task, 1, groups, num_replicas=num_replicas, num_microbatches=m, num_steps=8)
+    assert largest_difference(ranks[0].weights, expected) < 1e-12
+
+
+def test_replicas_agree_where_one_of_them_has_no_gradient_and_the_compute_dtype_is_coarser():
+    ranks = run_ranks(
+        either(torch.bfloat16),
+        1,
+        partial(torch.optim.SGD, lr=0.1),
+        num_replicas=2,
+        num_microbatches=2,
+        num_steps=8,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.float64,
+    )
+    assert all(torch.equal(weight, ranks[1].weights[name]) for name, weight in ranks[0].weights.items())

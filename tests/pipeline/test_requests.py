@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import all_weights, even_cut, forks, largest_difference, network, run_ranks, run_reference
 
-from slipstream import Group
+from slipstream import Evaluation, Group
 from slipstream.pipeline import Requests
 from slipstream.schedule import Schedule
 
@@ -61,3 +61,27 @@ def test_a_stop_that_one_stage_asks_for_ends_all_after_the_same_update(schedule,
         layers_per_stage=even_cut(task, NUM_STAGES),
     )
     assert largest_difference(all_weights(ranks), expected) <= 1e-12
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "m"), [("paci", 4, 4), ("paci", 5, 1), ("pipedream", 3, 4)])
+def test_where_a_run_stops_no_stage_has_begun_or_evaluated_more_than_another(schedule, num_stages, m):
+    task = network(num_layers=10)
+
+    def requests(transport):
+        batches = count()
+        return lambda: Requests(stop=next(batches) == 5 and transport.stage == 0)
+
+    ranks = run_ranks(
+        task,
+        num_stages,
+        SGD,
+        requests=requests,
+        look=lambda pipeline: len(pipeline.executor._in_flight),
+        schedule=schedule,
+        num_microbatches=m,
+        num_steps=NUM_STEPS,
+        evaluation=Evaluation(lambda index: task.data(1000, index), 9, every_steps=1),
+    )
+    assert len({len(rank.steps) for rank in ranks}) == 1 and len(ranks[0].steps) < NUM_STEPS
+    assert len({len(rank.evaluations) for rank in ranks}) == 1
+    assert {rank.last_seen for rank in ranks} == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, Task, all_weights, even_cut, language_model, largest_difference, network, run_ranks
+from harness import Rank, Task, all_weights, even_cut, forks, language_model, largest_difference, network, run_ranks
 from pytorch_optimizer import Lion
 from torch import Tensor, nn
 
-from slipstream import Evaluation, Group, Pipeline, StepReport
+from slipstream import Evaluation, Group, Pipeline, StepReport, launch
 from slipstream.checkpoint.stage_state import StageState, StateError, check_names
 from slipstream.optim import muon_and_adamw
 from slipstream.pipeline import Requests
@@ -271,3 +272,58 @@ def test_buffers_go_on_where_they_were_though_later_batches_had_begun(options):
     less = {name: tensor for name, tensor in kept.tensors.items() if name != "buffer/1.running_mean"}
     with pytest.raises(Exception, match=r"the buffers 1\.running_mean are missing, which the model keeps"):
         run(task, 3, optimizer, start=StageState(4, less, kept.facts), **options)
+
+
+def goes_on(transport: Transport, task: Task, then: dict[str, Any], **options: Any) -> tuple[Pipeline, Pipeline]:
+    """Returns a pipeline that has made four of eight steps, and one on the same transport that continues from there."""
+    given = {"data": task.data, "loss": task.loss, "optimizer": partial(torch.optim.SGD, lr=0.05)}
+    given |= {"num_microbatches": 2, "num_steps": 8, **options}
+    first = Pipeline(transport, copy.deepcopy(task.model), until=4, **given)
+    for _ in first.run():
+        pass
+    kept = first.state()
+    kept = StageState(kept.step, {name: tensor.detach().clone() for name, tensor in kept.tensors.items()}, kept.facts)
+    return first, Pipeline(transport, copy.deepcopy(task.model), start=kept, **(given | then))
+
+
+@forks
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_no_message_of_an_evaluation_that_was_not_made_reaches_the_next_pipeline(shared_memory):
+    task = network()
+    evaluation = Evaluation(lambda index: task.data(1000, index), 9, every_steps=2)
+
+    def worker(transport: Transport) -> list[float | None]:
+        _, second = goes_on(transport, task, {}, evaluation=evaluation)
+        return [report.loss for report in second.run()]
+
+    losses = launch(worker, 2, shared_memory=shared_memory, timeout_seconds=20.0, start_method="fork")[1]
+    whole = run_ranks(task, 2, [Group("all", partial(torch.optim.SGD, lr=0.05))], num_microbatches=2, num_steps=8,
+                      error_feedback=0.0, evaluation=evaluation)[1]  # fmt: skip
+    assert losses == [report.loss for report in whole.reports][-7:]
+
+
+@pytest.mark.parametrize("track_alignment", [True, False])
+def test_without_error_feedback_a_run_goes_on_from_the_masters(track_alignment):
+    task = network()
+
+    def worker(transport: Transport) -> bool:
+        then = {"error_feedback": 0.0, "track_alignment": track_alignment}
+        first, second = goes_on(transport, task, then, error_feedback=1.0)
+        before, after, read = first.weights(), second.weights(), second.versions.parameters(4)
+        return all(torch.equal(before[name], after[name]) and torch.equal(read[name], after[name]) for name in after)
+
+    assert launch(worker, 2, threads=True) == [True, True]
+
+
+def test_a_state_in_another_dtype_is_refused():
+    task = network()
+
+    def worker(transport: Transport) -> None:
+        single = Task(copy.deepcopy(task.model).float(), lambda s, m: task.data(s, m), task.loss)
+        first = Pipeline(transport, copy.deepcopy(task.model), data=task.data, loss=task.loss, num_microbatches=1,
+                         optimizer=partial(torch.optim.SGD, lr=0.05), num_steps=2)  # fmt: skip
+        with pytest.raises(StateError, match=r"0\.weight is in torch\.float64, and the model in torch\.float32"):
+            Pipeline(transport, single.model, data=single.data, loss=task.loss, num_microbatches=1,
+                     optimizer=partial(torch.optim.SGD, lr=0.05), num_steps=2, start=first.state())  # fmt: skip
+
+    launch(worker, 1, threads=True)

@@ -152,6 +152,7 @@ def test_where_there_is_no_checkpoint_a_run_begins(base, capsys):
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"train__microbatch_size": 4}, r"step 12 was made with sequences per step 8, and this configuration comes to 16"),
     ({"train__seed": 5}, r"was made with seed 0, and this configuration comes to 5"),
+    ({"train__dtype": "float64"}, r"was made with train.dtype = 'float32', and this configuration has 'float64'"),
     ({"train__steps": 11}, r"train.steps = 11 is less than the 12 steps that are made already"),
     ({"model__num_layers": 3}, r"configured model: (block2\S+ is missing; ){4}and 5 more: make model and optimizer wh"),
     ({"model__num_layers": 1}, r"does not fit the configured model: .*block1"),

@@ -187,6 +187,15 @@ def test_a_command_is_followed_once(base, tmp_path):
     assert not commands.look() and "64 takes 64 processes" in said[0]
 
 
+def test_a_command_that_cannot_be_leaves_the_one_before_it(base, tmp_path):
+    """The run may be on its way to the layout already."""
+    commands = Commands(changed(base, pipeline__processes=4), tmp_path, lambda line: None)
+    for text in ("4\n", "64\n"):
+        (tmp_path / COMMAND_NAME).write_text(text)
+        assert commands.look()
+    assert commands.take() == Layout(4)
+
+
 def test_shapes_are_read_as_they_are_written():
     for text in ("1", "4", "2x2", "12x3/1,2,3", "2/5,5"):
         assert str(Layout.parse(text)) == text
@@ -203,6 +212,7 @@ def test_the_shape_of_a_step_is_the_last_that_came_before(base):
 
 def test_every_tensor_of_a_state_goes_to_those_that_hold_its_parameter():
     names = ["master/a.b", "working/1/a.b", "optimizer/a.b/momentum", "optimizer/a.b/shards/0", "sample/a.b"]
+    names.append("buffer/a.b")
     assert {parameter_of(name) for name in names} == {"a.b"} and parameter_of("products/0.0") is None
     mesh = Layout(2, 2).mesh(Config())
     holders = [{"a.b"}, {"c", "a.b"}]

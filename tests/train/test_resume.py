@@ -61,6 +61,14 @@ def test_every_difference_is_a_line_and_the_earlier_configuration_is_kept(half, 
     assert load_toml(folder_of(half) / "config.toml").train.steps == 12
 
 
+def test_the_kept_configuration_is_that_of_the_steps_that_were_made(half, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr("slipstream.train.trainer.launch_world", lambda *_, **__: (_ for _ in ()).throw(RuntimeError()))
+        train(changed(half, optimizer__learning_rate=0.5))
+    train(changed(half, optimizer__learning_rate=0.01))
+    assert load_toml(folder_of(half) / "config.until-step-6.toml").optimizer.learning_rate == 0.02
+
+
 def test_a_file_of_the_same_name_with_another_text_is_noticed(half, text_file, capsys):
     content = text_file.read_text()
     try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.transport.link import PeerLost
-from slipstream.transport.shared_memory import Assembly, SharedMemoryLink, assemble, connect, shared_edges
+from slipstream.transport.shared_memory import Assembly, SharedMemoryLink, _Wire, assemble, connect, shared_edges
 
 
 @contextmanager
@@ -234,6 +234,29 @@ def test_a_path_too_long_for_a_socket_leaves_the_edge_to_gloo(monkeypatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     assert connect_all(2) == [[False]] * 2
     assert list(folder.iterdir()) == []
+
+
+def test_stages_meet_however_long_the_path_of_the_temporary_folder_is(monkeypatch):
+    """Where the socket of an edge fits, so does that of the assembly."""
+    with tempfile.TemporaryDirectory() as base:
+        for length in range(max(74, len(base) + 2), 86):
+            folder = f"{base}/{'x' * (length - len(base) - 1)}"
+            os.mkdir(folder)
+            monkeypatch.setattr(tempfile, "tempdir", folder)
+            if connect_all(2)[0] == [True]:
+                assert [len(tensors) for tensors in assembled(2, [torch.zeros(1)] * 2).values()] == [2, 2]
+
+
+def test_a_peer_that_takes_nothing_is_named_within_the_time_out():
+    near, far = socket.socketpair()
+    wire = _Wire(near, 0, 1, timeout_seconds=0.2)
+    with (
+        near,
+        far,
+        pytest.raises(PeerLost, match=r"stage 1 has been silent for 0\.2 s: stage 0 was waiting for its mes"),
+    ):
+        while True:
+            wire.tell(b"s")
 
 
 def assembled(
