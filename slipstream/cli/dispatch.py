@@ -8,9 +8,11 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
@@ -42,6 +44,10 @@ and exit code 1; an interrupt is exit code 130.
 """
 COMMANDS = tuple(re.findall(r"^    slipstream (\S+)", USAGE, re.MULTILINE))
 """Names of all commands. Each is a module of this package that has a function `main(arguments)`."""
+IMPORT_SECONDS, RETRY_SECONDS = 20.0, 0.02
+"""Maximum time that a signal waits for the end of an import, and the time between two looks."""
+SAME_SECONDS = 0.3
+"""Signals that are no further apart count as one: `timeout` sends each of its signals twice."""
 
 
 def main() -> NoReturn:
@@ -104,17 +110,37 @@ def _say(message: Exception | str, code: int) -> int:
 
 def _end_stages_on_signals() -> None:
     """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that they also end the stages. By default they would end only
-    this process. A forked stage keeps the default behaviour."""
-    parent = os.getpid()
+    this process. A forked stage keeps the default behaviour.
 
-    def interrupt(signum: int, frame: object) -> None:
-        if os.getpid() == parent:
+    A signal during an import waits for its end. Otherwise half of a module would remain, and a library that catches
+    every exception would go on with it."""
+    parent, since, raised = os.getpid(), 0.0, -SAME_SECONDS
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal since, raised
+        now = time.monotonic()
+        if os.getpid() != parent:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        elif _is_importing(frame) and (not since or now - since < IMPORT_SECONDS):
+            since = since or now
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(parent, signum))
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
+        elif now - raised >= SAME_SECONDS:
+            since, raised = 0.0, now
             raise KeyboardInterrupt
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is signal.SIG_DFL:  # do not replace a handler: nohup ignores SIGHUP on purpose
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        # Do not replace another handler: nohup ignores SIGHUP on purpose.
+        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(signum, interrupt)
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda signum, frame: None)  # a request to save, before there is anything to save
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if "importlib._bootstrap" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -167,7 +167,7 @@ def _share(name: str, given: str | None) -> float | None:
         share = float(text) / (100 if is_percent else 1)
     except ValueError:
         share = math.nan
-    if not 0 < share <= 10:
+    if not 0 < share <= (10 if is_percent else 1):
         raise UsageError(f"{name} = {given!r} is no share: write a percentage, such as 2%")
     return share
 

@@ -105,6 +105,8 @@ def _with_cache_of_transformers(layers: nn.Sequential) -> LastLogits:
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draws a token. logits: of the vocabulary, on the CPU."""
+    if not logits.double().logsumexp(-1).isfinite():
+        raise UsageError("the model's outputs are inf or nan, because its training diverged: use an earlier checkpoint")
     if sampling.temperature == 0:
         return int(logits.argmax())
     logits = logits.double() / sampling.temperature

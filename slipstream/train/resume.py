@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Checkpoint, Store
+from ..checkpoint import Checkpoint, CheckpointError, Store
 from ..checkpoint.reading import state_of
 from ..checkpoint.stage_state import TENSOR, StateError, check_names, is_tensor
 from ..config.defaults import peak_rates_of
@@ -115,7 +115,10 @@ def newest(store: Store, config: Config, model: ModelSpec, say: Callable[[str], 
     place of the old one.
     """
     damaged: list[str] = []
-    found = store.newest(damaged.append)
+    try:
+        found = store.newest(damaged.append)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}: make it readable, or choose another run.name") from error
     if damaged and found is None:
         raise ConfigError(f"{damaged[-1]}, and no other checkpoint is whole: start anew with --run.overwrite")
     for damage in damaged:

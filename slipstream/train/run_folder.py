@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from ..checkpoint.reading import FOLDER_NAME
 from ..config.schema import Config
 from ..config.toml import to_toml
 from ..errors import ConfigError
@@ -16,6 +20,45 @@ from .reshape import COMMAND_NAME
 
 def run_folder(config: Config) -> Path:
     return Path(config.run.folder) / config.run.name
+
+
+_held: set[int] = set()
+"""File descriptors of the folders that this process occupies."""
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Locks a run's folder for the duration of the `with` block. Raises a ConfigError if another process has it: two
+    runs in one folder would overwrite each other's files. The kernel ends the lock with the process, however it ends.
+    Some network file systems cannot lock a folder. There nothing is checked."""
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # others report these
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            _held.add(descriptor)
+            stack.callback(_held.discard, descriptor)
+            _lock(descriptor, folder)
+        yield
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"run.name = {folder.name!r} is in use, another process trains in {folder}: stop it, or choose another"
+        ) from None
+    except OSError:  # a file system that cannot lock a folder
+        pass
+
+
+def _release() -> None:
+    """Closes the folders in a forked process, which would otherwise keep the lock when its parent is killed."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_release)
 
 
 def has_summary(folder: Path, step: int) -> bool:
@@ -38,7 +81,7 @@ def check_folder(folder: Path, overwrite: bool, resumes: bool) -> None:
         is_run = (folder / "config.toml").exists() and not folder.is_symlink()
     except OSError as error:
         raise unwritable(folder, error) from error
-    if resumes and is_run:
+    if resumes and (is_run or (folder / FOLDER_NAME).is_dir()):
         return
     if not overwrite:
         raise ConfigError(

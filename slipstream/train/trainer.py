@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from .preflight import check_machine
 from .process import LaunchFacts, train_process
 from .reshape import check_layout
 from .resume import changes, keep_configuration, newest
-from .run_folder import check_folder, discard_unstarted, has_summary, make_folder, run_folder
+from .run_folder import check_folder, discard_unstarted, has_summary, make_folder, occupied, run_folder
 
 
 def train(config: Config) -> None:
@@ -42,6 +43,8 @@ def train(config: Config) -> None:
     folder = run_folder(config)
     if is_first:
         check_folder(folder, config.run.overwrite, config.checkpoint.resume)
+        with occupied(folder):
+            pass
     is_new = is_first and not (folder / "config.toml").exists()
     components = build_components(config)
     config = with_model(config, components.model)
@@ -75,19 +78,20 @@ def train(config: Config) -> None:
     layout = Layout.of(config)
     is_fixed = num_processes(config) == layout.size and not layout_changes(config)
     try:
-        were_interrupted = launch_world(
-            partial(train_process, config=config, facts=facts, signals=signals),
-            num_processes(config),
-            mesh=layout.mesh(config) if is_fixed else None,
-            threads=is_threaded,
-            device=config.train.device,
-            timeout_seconds=config.pipeline.timeout_seconds,
-            shared_memory=config.pipeline.shared_memory,
-            backend=config.pipeline.backend,
-            share_gpu=config.pipeline.share_gpu,
-            start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
-            forwarded=SIGNALS,
-        )
+        with occupied(folder) if is_first else nullcontext():
+            were_interrupted = launch_world(
+                partial(train_process, config=config, facts=facts, signals=signals),
+                num_processes(config),
+                mesh=layout.mesh(config) if is_fixed else None,
+                threads=is_threaded,
+                device=config.train.device,
+                timeout_seconds=config.pipeline.timeout_seconds,
+                shared_memory=config.pipeline.shared_memory,
+                backend=config.pipeline.backend,
+                share_gpu=config.pipeline.share_gpu,
+                start_method="fork" if sys.platform == "linux" and config.train.device == "cpu" else None,
+                forwarded=SIGNALS,
+            )
     except BaseException as error:
         if is_new and error.__cause__ is None and not getattr(error, "details", ""):  # no traceback goes there
             discard_unstarted(folder)

@@ -32,3 +32,29 @@ def test_a_default_that_is_a_newline_is_shown_as_an_escape(capsys):
     with pytest.raises(SystemExit):
         run(["generate", "--help"])
     assert r"The beginning of the text. (default: '\n')" in capsys.readouterr().out
+
+
+IMPORTS = """
+import os, signal, sys, threading, time
+from slipstream.cli.dispatch import _end_stages_on_signals
+
+_end_stages_on_signals()
+sys.path.insert(0, sys.argv[1])
+def tell():
+    for _ in range(2):  # as `timeout` does
+        os.kill(os.getpid(), signal.{name})
+threading.Timer(0.2, tell).start()
+try:
+    import slow
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("done" if hasattr(sys.modules["slow"], "done") else "half a module")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_during_an_import_waits_for_its_end_and_counts_once(name, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndone = 1\n")
+    command = [sys.executable, "-c", IMPORTS.format(name=name), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -223,6 +223,9 @@ def test_top_k_and_top_p_draw_only_from_the_likely():
     assert drawn(top_k=3) == {1, 2, 3}
     assert drawn(top_p=0.8) == {1, 2}
     assert drawn(temperature=5.0) == {0, 1, 2, 3, 4}
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(UsageError, match="outputs are inf or nan, because its training diverged: use an earlier"):
+            choose(torch.tensor([0.0, wrong]), Sampling(temperature=0), generator)
 
 
 def test_letters_of_several_tokens_come_out_whole(make):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import forks
 from settings import changed
 
 from slipstream.config.schema import Config
 from slipstream.config.toml import load_toml
 from slipstream.errors import ConfigError
 from slipstream.train.build import read_corpus
+from slipstream.train.run_folder import occupied
 from slipstream.train.trainer import train
 
 
@@ -114,3 +120,36 @@ def test_a_horizon_bounds_warm_up_and_decay(tiny):
         train(changed(tiny, optimizer__horizon_steps=4, optimizer__warmup_steps=5))
     with pytest.raises(ConfigError, match=r"optimizer.horizon_steps = 0"):
         train(changed(tiny, optimizer__horizon_steps=0))
+
+
+@forks
+def test_a_folder_in_which_another_process_trains_is_refused(tiny):
+    train(tiny)
+    with occupied(folder_of(tiny)):
+        child = os.fork()
+        if not child:  # a stage that outlives its parent must not keep the folder
+            time.sleep(30)
+            os._exit(0)
+        for fields in ({"checkpoint__resume": True}, {"run__overwrite": True}):
+            with pytest.raises(ConfigError, match="is in use, another process trains in"):
+                train(changed(tiny, train__steps=8, **fields))
+    try:
+        train(changed(tiny, train__steps=8, checkpoint__resume=True))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_run_whose_configuration_is_lost_goes_on(half):
+    (folder_of(half) / "config.toml").unlink()
+    train(half)
+    assert load_toml(folder_of(half) / "config.toml").train.steps == 12
+
+
+def test_checkpoints_that_cannot_be_listed_are_one_sentence(half):
+    shutil.rmtree(folder_of(half) / "checkpoints")
+    (folder_of(half) / "checkpoints").touch()
+    with pytest.raises(
+        ConfigError, match=r"checkpoints cannot be read \(Not a directory\): make it readable, or choose"
+    ):
+        train(half)

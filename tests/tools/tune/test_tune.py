@@ -412,6 +412,7 @@ REFUSED = {
     "--budget 2%": r"tokens = 2e\+04 is too few: the shortest branch of the proxies would make \d+ steps",
     "--budget 0": r"budget = '0' is no share: write a percentage, such as 2%",
     "--budget two": r"budget = 'two' is no share",
+    "--budget 2": r"budget = '2' is no share: write a percentage, such as 2%",
     "--tokens 0": r"tokens = 0.0 is invalid: use a number above 0",
     "--tokens 1e9 --budget 1e-9%": r"budget = 1e-09% is too small: the smallest proxies cost [\d.e-]+%",
     "--tokens 1e9 --budget 900%": r"data.sources = \['builtin'\] has [\d,]+ tokens, and a proxy of [\d.e-]+M",
